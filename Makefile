@@ -1,0 +1,45 @@
+# Everything is set up by the first command that needs it: a virtual environment in .venv with the versions in
+# constraints.txt. Later runs reinstall only when pyproject.toml or constraints.txt changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test check format bench test-gpu clean
+help:
+	@echo "make demo      run dilated attention on a real text, next to dense attention"
+	@echo "make test      run the tests"
+	@echo "make check     ruff and mypy"
+	@echo "make format    let ruff format and fix the sources"
+	@echo "make bench     measure on this machine's CPU, into benchmarks/results"
+	@echo "make test-gpu  run the GPU tests with the python3 that holds torch, without installing"
+	@echo "make clean     delete the virtual environment"
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/dilated-attention demo $(ARGS)
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests $(ARGS)
+
+clean:
+	rm -rf $(VENV)

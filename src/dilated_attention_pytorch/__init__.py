@@ -1,0 +1,15 @@
+"""Dilated attention over very long sequences, exact on every device."""
+
+from dilated_attention_pytorch.api import attention, attention_weights, dilated_attention
+from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
+from dilated_attention_pytorch.patterns import Dilated
+
+__all__ = [
+    "Dilated",
+    "DilatedAttention",
+    "MultiheadDilatedAttention",
+    "attention",
+    "attention_weights",
+    "dilated_attention",
+]
+__version__ = "0.1.0"

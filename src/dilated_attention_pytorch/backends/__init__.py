@@ -1,0 +1,29 @@
+"""The choice of a backend: each one says why it cannot serve a request, ``auto`` takes the first that has no reason."""
+
+from __future__ import annotations
+
+from dilated_attention_pytorch.backends import eager, reference, sdpa
+from dilated_attention_pytorch.backends.request import Request
+
+# In the order in which "auto" asks them.
+_BACKENDS = {"sdpa": sdpa.why_not, "eager": eager.why_not, "reference": reference.why_not}
+NAMES = ("auto", *_BACKENDS)
+
+
+def check_name(backend: str) -> None:
+    """Raise if there is no backend of this name."""
+    if backend not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {backend!r}")
+
+
+def choose(backend: str, request: Request) -> str:
+    """The name of the backend to use; a ValueError with every reason if the wanted one cannot serve the request."""
+    check_name(backend)
+    asked = list(_BACKENDS) if backend == "auto" else [backend]
+    refusals = []
+    for name in asked:
+        reasons = _BACKENDS[name](request)
+        if not reasons:
+            return name
+        refusals += [f"  {name}: {reason}" for reason in reasons]
+    raise ValueError("no backend can serve this call:\n" + "\n".join(refusals))

@@ -1,0 +1,41 @@
+"""Which attention weights dropout keeps: a hash of the seed and of global numbers, the same in every backend.
+
+All arithmetic is modulo 2**32 on integers held in int64, so that it can be written in any kernel language. A pair is
+kept if ``word(seed, b, h, branch, i, j) >= floor(p * 2**32)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MASK = 0xFFFFFFFF
+
+
+def mix(x: Any) -> Any:
+    """The 32-bit finaliser of MurmurHash3: every input bit reaches every output bit.
+
+    >>> hex(mix(1))
+    '0x514e28b7'
+    """
+    x = x & _MASK
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+def words(seed: Any, sample: Any, head: Any, branch: int, i: Any, j: Any) -> Any:
+    """One 32-bit word per pair; every argument may be an integer or a tensor, broadcast against the others.
+
+    ``i`` and ``j`` are positions in the row of tokens as the caller passed it, ``head`` is the query head.
+    """
+    stream = mix(mix(seed & _MASK) + ((seed >> 32) & _MASK))
+    stream = mix(mix(mix(stream + sample) + head) + branch)
+    # Two words per row, so that two rows never share a shifted copy of one sequence.
+    row = mix(stream + i * 0x9E3779B1)
+    other = mix(row ^ 0x7F4A7C15)
+    return mix(mix(row ^ (j * 0x85157AF5 & _MASK)) + other)
+
+
+def threshold(p: float) -> int:
+    """Pairs whose word is below this are dropped."""
+    return int(p * 2**32)

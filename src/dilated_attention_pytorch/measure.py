@@ -1,0 +1,55 @@
+"""Measuring a call: its time, and the memory it takes beyond what existed before it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_seconds(call: Callable[[], Any], device: torch.device, repeats: int = 3) -> float:
+    """The median wall-clock time of ``repeats`` calls after one that is not counted."""
+    call()
+    times = []
+    for _ in range(repeats):
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def peak_extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """The most memory that was allocated during the call beyond what was allocated before it, its result included.
+
+    On a CPU this counts every allocation that goes through PyTorch's allocator, by its profiler.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = call()
+        torch.cuda.synchronize(device)
+        del result
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = call()
+    del result
+    assert recorded.profiler is not None
+    assert recorded.profiler.kineto_results is not None
+    changes = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    in_use = peak = 0
+    for event in sorted(changes, key=lambda e: e.start_ns()):
+        in_use += event.nbytes()
+        peak = max(peak, in_use)
+    return peak

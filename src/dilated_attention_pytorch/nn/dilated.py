@@ -1,0 +1,60 @@
+"""Dilated attention as a module without parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.api import attention
+from dilated_attention_pytorch.backends import check_name
+from dilated_attention_pytorch.patterns import Dilated
+
+
+class DilatedAttention(nn.Module):
+    """``dilated_attention`` with its pattern and options fixed; dropout acts in training only.
+
+    >>> import torch
+    >>> attend = DilatedAttention(segment_lengths=[256, 512], dilation_rates=[1, 2])
+    >>> q, k, v = torch.randn(3, 1, 1000, 8, 64).unbind(0)
+    >>> attend(q, k, v, is_causal=True).shape
+    torch.Size([1, 1000, 8, 64])
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        offsets: str | Sequence[int] = "interleaved",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= attention_dropout < 1.0:
+            raise ValueError(f"attention_dropout must satisfy 0 <= attention_dropout < 1, got {attention_dropout}")
+        check_name(backend)
+        self.pattern = Dilated(segment_lengths, dilation_rates, offsets)
+        self.softmax_scale = softmax_scale
+        self.attention_dropout = attention_dropout
+        self.backend = backend
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+        """Attend (B, N, H, D) over (B, M, G, D) and return (B, N, H, D)."""
+        return attention(
+            query,
+            key,
+            value,
+            self.pattern,
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        """The pattern, for ``print(module)``."""
+        return (
+            f"segment_lengths={self.pattern.segment_lengths}, dilation_rates={self.pattern.dilation_rates}, "
+            f"offsets={self.pattern.offsets!r}, attention_dropout={self.attention_dropout}, backend={self.backend!r}"
+        )

@@ -1,0 +1,156 @@
+"""Patterns: which positions meet. Frozen, hashable, without torch, without a length, without a device.
+
+Everything here is written with ``//``, ``%`` and comparisons only, so that a position may be a Python integer, a NumPy
+array or a torch tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+OFFSET_RULES = ("interleaved", "blocked")
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{name} must be a sequence of integers, got {values!r}; write for example {name}=[2048, 4096]")
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise TypeError(f"{name} must hold integers only, got {values!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Dilated:
+    """LongNet's dilated attention: branches ``(w, r)`` of segment length and dilation rate.
+
+    In a branch, key head ``g`` owns the rows ``i`` with ``(i mod w) mod r == o`` where ``o = offset(g, G, r)``, and two of
+    its rows meet if they lie in the same segment (``i // w == j // w``). The multiplicity of a pair is the number of
+    branches in which it meets; attention is one softmax over all pairs, weighted by it.
+
+    ``offsets`` is ``"interleaved"`` (the paper: ``g mod r``), ``"blocked"`` (the authors' code: ``g // ceil(G / r)``) or
+    one integer per key head, taken modulo the rate of each branch.
+
+    ``torchscale_padding=True`` adds to the softmax the zero keys that the authors' code pads segments with when it is not
+    causal. Their effect is computed; nothing is padded. It is meant for reproducing checkpoints trained with that code.
+
+    >>> pattern = Dilated([4, 8], [1, 2])
+    >>> [pattern.multiplicity(2, j, key_head=0, key_heads=2) for j in range(8)]
+    [2, 1, 2, 1, 1, 0, 1, 0]
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    offsets: str | tuple[int, ...] = "interleaved"
+    torchscale_padding: bool = False
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        offsets: str | Sequence[int] = "interleaved",
+        torchscale_padding: bool = False,
+    ) -> None:
+        assign = object.__setattr__
+        assign(self, "segment_lengths", _integers("segment_lengths", segment_lengths))
+        assign(self, "dilation_rates", _integers("dilation_rates", dilation_rates))
+        assign(self, "offsets", offsets if isinstance(offsets, str) else _integers("offsets", offsets))
+        assign(self, "torchscale_padding", bool(torchscale_padding))
+        self._validate()
+
+    def _validate(self) -> None:
+        lengths, rates = self.segment_lengths, self.dilation_rates
+        if len(lengths) != len(rates) or not lengths:
+            raise ValueError(
+                "segment_lengths and dilation_rates describe branches pairwise and need the same number of entries, at "
+                f"least one: got {len(lengths)} segment lengths {lengths} and {len(rates)} rates {rates}"
+            )
+        for name, values in (("segment_lengths", lengths), ("dilation_rates", rates)):
+            if min(values) < 1:
+                raise ValueError(f"{name} must be positive, got {values}; dense attention is segment length N with rate 1")
+        if isinstance(self.offsets, str):
+            if self.offsets not in OFFSET_RULES:
+                rules = ", ".join(map(repr, OFFSET_RULES))
+                raise ValueError(f"offsets must be one of {rules} or one integer per key head, got {self.offsets!r}")
+        elif not all(0 <= offset < max(rates) for offset in self.offsets) or not self.offsets:
+            raise ValueError(
+                f"explicit offsets must hold one integer per key head with 0 <= offset < {max(rates)} (the largest rate; "
+                f"each branch takes them modulo its own rate), got {self.offsets}"
+            )
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """The pairs (segment length, dilation rate)."""
+        return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+    def check_key_heads(self, key_heads: int) -> None:
+        """Raise if the pattern cannot serve this number of key heads."""
+        if not isinstance(self.offsets, str) and len(self.offsets) != key_heads:
+            raise ValueError(
+                f"explicit offsets need one integer per key head: got {len(self.offsets)} offsets {self.offsets} for "
+                f"{key_heads} key heads; use offsets='interleaved' for a pattern that fits any number"
+            )
+
+    def offset(self, key_head: int, key_heads: int, rate: int) -> int:
+        """The first row, within each segment, of a key head in a branch of this rate."""
+        if self.offsets == "interleaved":
+            return key_head % rate
+        if self.offsets == "blocked":
+            return key_head // -(-key_heads // rate)
+        return int(self.offsets[key_head]) % rate
+
+    def meets(self, branch: int, i: Any, j: Any, *, key_head: int, key_heads: int) -> Any:
+        """Whether positions ``i`` and ``j`` meet in one branch (causality not considered)."""
+        w, r = self.branches[branch]
+        o = self.offset(key_head, key_heads, r)
+        return (i // w == j // w) & (i % w % r == o) & (j % w % r == o)
+
+    def multiplicity(self, i: Any, j: Any, *, key_head: int, key_heads: int, is_causal: bool = False) -> Any:
+        """The number of branches in which ``i`` and ``j`` meet; with ``is_causal`` zero for ``j > i``."""
+        count: Any = 0
+        for branch in range(len(self.branches)):
+            count = count + self.meets(branch, i, j, key_head=key_head, key_heads=key_heads) * 1
+        return count * (j <= i) if is_causal else count
+
+    def zero_keys(self, branch: int, i: Any, length: int, *, key_head: int, key_heads: int) -> Any:
+        """How many zero keys the authors' padding shows position ``i`` in one branch of a sequence of this length.
+
+        With ``S = min(w, length)``, a segment holding ``n`` real rows is padded to ``ceil(S / r) * r`` rows; the head sees
+        those of its own offset.
+        """
+        w, r = self.branches[branch]
+        o = self.offset(key_head, key_heads, r)
+        padded_rows = -(-min(w, length) // r)  # rows of this head after padding
+        first = i // w * w
+        # the real rows of the segment: min(w, length - first), written so that i may be an array
+        real = w - (first + w - length) * (first + w > length)
+        own_rows = (real - o + r - 1) // r
+        missing = padded_rows - own_rows * (own_rows > 0)
+        return missing * (missing > 0) * (i % w % r == o)
+
+    @property
+    def spec(self) -> str:
+        """The pattern as one string, for operator schemas and result files; ``from_spec`` reads it back.
+
+        >>> Dilated([4, 8], [1, 2], offsets=[0, 1]).spec
+        '4,8|1,2|0,1|'
+        """
+        offsets = self.offsets if isinstance(self.offsets, str) else ",".join(map(str, self.offsets))
+        lengths, rates = (",".join(map(str, values)) for values in (self.segment_lengths, self.dilation_rates))
+        return f"{lengths}|{rates}|{offsets}|{'torchscale_padding' if self.torchscale_padding else ''}"
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def from_spec(spec: str) -> Dilated:
+        """The pattern that ``spec`` describes."""
+        lengths, rates, offsets, padding = spec.split("|")
+        return Dilated(
+            [int(x) for x in lengths.split(",")],
+            [int(x) for x in rates.split(",")],
+            offsets if offsets in OFFSET_RULES else [int(x) for x in offsets.split(",")],
+            padding == "torchscale_padding",
+        )

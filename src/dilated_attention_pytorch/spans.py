@@ -1,0 +1,78 @@
+"""Spans: the parts of a batch that are sequences of their own, from ``lengths`` or ``cu_seqlens``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Samples that share a sequence: rows ``queries`` of the query tensor against rows ``keys`` of the key tensor.
+
+    The queries are the last ``len(queries)`` of the ``len(keys)`` positions.
+    """
+
+    samples: slice
+    queries: slice
+    keys: slice
+
+    @property
+    def length(self) -> int:
+        """Positions of the sequence."""
+        return int(self.keys.stop - self.keys.start)
+
+    @property
+    def positions(self) -> range:
+        """The positions of the query rows."""
+        return range(self.length - (self.queries.stop - self.queries.start), self.length)
+
+
+def spans(batch: int, n: int, m: int, lengths: list[int] | None, cu_seqlens: list[int] | None) -> Iterator[Span]:
+    """The non-empty sequences of a batch of ``n`` query rows and ``m`` key rows.
+
+    >>> [(s.samples, s.queries) for s in spans(3, 5, 5, [4, 4, 0], None)]
+    [(slice(0, 2, None), slice(0, 4, None))]
+    """
+    every = slice(0, batch)
+    if cu_seqlens is not None:
+        for start, stop in pairwise(cu_seqlens):
+            if stop > start:
+                yield Span(every, slice(start, stop), slice(start, stop))
+    elif lengths is not None:
+        sample = 0
+        for length, run in groupby(lengths):
+            samples = slice(sample, sample + len(list(run)))
+            sample = samples.stop
+            # Query row a is position a + m - n, so the rows with a position below the length come first.
+            rows = length - (m - n)
+            if rows > 0:
+                yield Span(samples, slice(0, rows), slice(0, length))
+    elif batch and n:
+        yield Span(every, slice(0, n), slice(0, m))
+
+
+def host_lengths(lengths: Tensor | None, m: int) -> list[int] | None:
+    """The lengths as integers, checked; this waits for a GPU."""
+    if lengths is None:
+        return None
+    values = [int(x) for x in lengths.tolist()]
+    if values and (min(values) < 0 or max(values) > m):
+        raise ValueError(f"lengths must lie between 0 and the {m} positions of key, got {values}")
+    return values
+
+
+def host_cu_seqlens(cu_seqlens: Tensor | None, m: int) -> list[int] | None:
+    """The document boundaries as integers, checked; this waits for a GPU."""
+    if cu_seqlens is None:
+        return None
+    values = [int(x) for x in cu_seqlens.tolist()]
+    if values != sorted(values) or values[0] != 0 or values[-1] != m:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the {m} positions of key (document d is rows cu_seqlens[d] to "
+            f"cu_seqlens[d + 1]), got {values}"
+        )
+    return values

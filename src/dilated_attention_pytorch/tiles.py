@@ -1,0 +1,180 @@
+"""Execution: run the tiles of a plan through a tile kernel, merge forward, sum backward. No decisions about attention.
+
+A tile kernel computes ordinary dense attention, with lse, on 4-d strided views (U units, heads, rows, D), where a unit is
+one tile of one sample. The views alias q, k and v: a dilated branch is a stride, never a copy.
+
+Shape letters: B batch, N query rows, M key rows, H query heads, G key heads, D head size, U units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.merge import merge_
+from dilated_attention_pytorch.plan import Plan, TileFamily
+
+# A partial result of one kernel call has at most this many elements, or an eighth of the output if that is more.
+_SMALL_PART = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class TileKernel:
+    """Dense attention on tiles. Causal tiles are square; lse is the natural logarithm, float32 or better.
+
+    ``forward(q, k, v, causal, scale) -> (out, lse)``
+    ``backward(dout, q, k, v, out, lse, causal, scale) -> (dq, dk, dv)`` where ``out`` enters only through the row sums
+    ``delta = (dout * out).sum(-1)`` and ``lse`` only through the weights ``exp(s - lse)``: both may come from a larger
+    softmax of which the tile is a part.
+    """
+
+    name: str
+    forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The part of a family that one kernel call computes, and where its rows lie."""
+
+    family: TileFamily
+    plan: Plan
+    samples: range  # of the batch
+    units: range  # tiles, or samples where the family has one tile, or both where they follow one another evenly
+    heads: range  # of the family's key heads, by number
+    group: int  # query heads per key head
+    members: range  # of each group
+
+    def queries(self, x_bnh: Tensor) -> Tensor:
+        """The query rows of a tensor (B, N, H, ...) as a view (U, heads, rows, ...)."""
+        family = self.family
+        if len(self.heads) == 1:  # one key head serves all members of its group
+            first, count, step = self._head(0) * self.group + self.members.start, len(self.members), 1
+        else:  # one member of each group
+            first, count, step = self._head(0) * self.group + self.members.start, len(self.heads), self.group * self._step
+        row = family.q_start - self.plan.queries.start
+        return self._view(x_bnh, row, family.q_rows, first, count, step)
+
+    def keys(self, x_bmg: Tensor) -> Tensor:
+        """The key rows of a tensor (B, M, G, ...) as a view (U, heads, rows, ...)."""
+        row = self.family.k_start - self.plan.keys.start
+        return self._view(x_bmg, row, self.family.k_rows, self._head(0), len(self.heads), self._step)
+
+    def repeated_keys(self, x_bmg: Tensor) -> Tensor:
+        """The same, a single key head repeated (stride 0) for the members of its group."""
+        view = self.keys(x_bmg)
+        return view.expand(-1, len(self.members), *view.shape[2:]) if len(self.heads) == 1 else view
+
+    def sum_members(self, dkv: Tensor) -> Tensor:
+        """Undo the repetition of ``repeated_keys`` for a gradient."""
+        return dkv.sum(1, keepdim=True) if len(self.heads) == 1 and len(self.members) > 1 else dkv
+
+    @property
+    def _step(self) -> int:
+        return self.family.key_heads.step
+
+    def _head(self, index: int) -> int:
+        return self.family.key_heads[self.heads[index]]
+
+    def _view(self, x: Tensor, row: int, rows: int, head: int, heads: int, head_step: int) -> Tensor:
+        family = self.family
+        stride_b, stride_n, stride_h, *rest = x.stride()
+        unit_stride = stride_b if family.tiles == 1 else family.tile_step * stride_n
+        row += self.heads.start * family.head_row_step
+        start = self.samples.start * stride_b + self.units.start * unit_stride + row * stride_n + head * stride_h
+        row_step = family.head_row_step if len(self.heads) > 1 else 0
+        return x.as_strided(
+            (len(self.units), heads, rows, *x.shape[3:]),
+            (unit_stride, head_step * stride_h + row_step * stride_n, family.row_stride * stride_n, *rest),
+            x.storage_offset() + start,
+        )
+
+
+def _split(whole: range, size: int) -> Iterator[range]:
+    return (whole[start : start + size] for start in range(0, len(whole), size))
+
+
+def _pieces(plan: Plan, batch: int, group: int, head_dim: int, limit: int, tensors: tuple[Tensor, ...]) -> Iterator[_Piece]:
+    """Cut the families of a plan into kernel calls with partial results of at most ``limit`` elements where possible."""
+    for family in plan.families:
+        span = family.tiles * family.tile_step
+        even = all(x.shape[1] == span and x.stride(0) == span * x.stride(1) for x in tensors)
+        if family.tiles == 1:
+            runs = [(range(batch), range(batch))]
+        elif batch == 1 or even:
+            runs = [(range(batch), range(batch * family.tiles))]
+        else:
+            runs = [(range(b, b + 1), range(family.tiles)) for b in range(batch)]
+        heads = range(len(family.key_heads))
+        # A call takes the same number of query and key heads: one key head with its group, or one member of each group.
+        calls = [(heads, range(j, j + 1)) for j in range(group)]
+        if len(heads) == 1:
+            calls = [(heads, range(group))]
+        budget = max(1, limit // (family.q_rows * head_dim))  # in tiles of one query head
+        for samples, units in runs:
+            for call_heads, members in calls:
+                for some_heads in _split(call_heads, min(len(call_heads), budget)):
+                    for some_units in _split(units, max(1, budget // (len(some_heads) * len(members)))):
+                        yield _Piece(family, plan, samples, some_units, some_heads, group, members)
+
+
+def _limit(query: Tensor) -> int:
+    return max(_SMALL_PART, query.numel() // 8)
+
+
+def forward_(
+    plan: Plan, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse_bnh: Tensor, *, scale: float, kernel: TileKernel
+) -> None:
+    """Merge the attention of all tiles into ``out (B, N, H, D)`` and ``lse_bnh (B, N, H)``, which start as 0 and -inf."""
+    group = query.shape[2] // key.shape[2]
+    tensors = (query, key, value, out, lse_bnh)
+    for piece in _pieces(plan, query.shape[0], group, query.shape[3], _limit(query), tensors):
+        family = piece.family
+        part, part_lse = kernel.forward(
+            piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value), family.causal, scale
+        )
+        if family.zero_keys:
+            with_zeros = torch.logaddexp(part_lse, torch.full_like(part_lse, family.zero_keys).log())
+            part = part * torch.exp(part_lse - with_zeros).unsqueeze(-1)
+            part_lse = with_zeros
+        merge_(piece.queries(out), piece.queries(lse_bnh), part, part_lse)
+
+
+def backward_(
+    plan: Plan,
+    dout: Tensor,
+    dlse_bnh: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse_bnh: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    *,
+    scale: float,
+    kernel: TileKernel,
+) -> None:
+    """Add the gradients of all tiles to ``grads = (dq, dk, dv)``, given the merged ``out`` and ``lse``."""
+    dq, dk, dv = grads
+    group = query.shape[2] // key.shape[2]
+    tensors = (query, key, value, dout, out, lse_bnh, *grads, *(() if dlse_bnh is None else (dlse_bnh,)))
+    for piece in _pieces(plan, query.shape[0], group, query.shape[3], _limit(query), tensors):
+        causal = piece.family.causal
+        q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
+        lse = piece.queries(lse_bnh).contiguous()
+        part = kernel.backward(piece.queries(dout), q, k, v, piece.queries(out), lse, causal, scale)
+        piece.queries(dq).add_(part[0])
+        piece.keys(dk).add_(piece.sum_members(part[1]))
+        piece.keys(dv).add_(piece.sum_members(part[2]))
+        if dlse_bnh is not None:
+            # ds = p * dlse: the gradient of a tile with values 0 whose delta is -dlse.
+            unit = torch.zeros_like(q)
+            unit[..., 0] = 1.0
+            minus_dlse = torch.zeros_like(q)
+            minus_dlse[..., 0] = -piece.queries(dlse_bnh)
+            part = kernel.backward(unit, q, k, torch.zeros_like(k), minus_dlse, lse, causal, scale)
+            piece.queries(dq).add_(part[0])
+            piece.keys(dk).add_(piece.sum_members(part[1]))
