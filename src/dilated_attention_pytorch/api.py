@@ -66,10 +66,18 @@ def _check_index_vector(name: str, x: Tensor | None, entries: int | None, device
 
 
 def _check_options(
-    query: Tensor, key: Tensor, dropout_p: float, lengths: Tensor | None, cu_seqlens: Tensor | None, mixing_gradient: str
+    query: Tensor,
+    key: Tensor,
+    scale: float | None,
+    dropout_p: float,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mixing_gradient: str,
 ) -> None:
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must satisfy 0 <= dropout_p < 1, got {dropout_p}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
     if mixing_gradient not in ("exact", "detached"):
         raise ValueError(f"mixing_gradient must be 'exact' or 'detached', got {mixing_gradient!r}")
     _check_index_vector("lengths", lengths, query.shape[0], query.device)
@@ -89,7 +97,7 @@ def _check_options(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast does to the inputs of ``scaled_dot_product_attention``."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
@@ -177,12 +185,10 @@ def attention(
     if not isinstance(pattern, Dilated):
         raise TypeError(f"pattern must be a Dilated, got {type(pattern).__name__}; write Dilated([2048, 4096], [1, 2])")
     _check_qkv(query, key, value)
-    _check_options(query, key, dropout_p, lengths, cu_seqlens, mixing_gradient)
+    _check_options(query, key, scale, dropout_p, lengths, cu_seqlens, mixing_gradient)
     pattern.check_key_heads(key.shape[2])
     query, key, value = _autocast(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
     chosen = backends.choose(backend, Request.of(query, dropout_p))
     detach = mixing_gradient == "detached"
     if chosen == "reference":
@@ -294,7 +300,7 @@ def attention_weights(
     True
     """
     _check_qkv(query, key, key)
-    _check_options(query, key, 0.0, lengths, None, "exact")
+    _check_options(query, key, scale, 0.0, lengths, None, "exact")
     pattern.check_key_heads(key.shape[2])
     n, m = query.shape[1], key.shape[1]
     rows = torch.as_tensor(query_rows, dtype=torch.int64, device=query.device)

@@ -125,7 +125,7 @@ def attend(
                 part = part * _kept(seed, branch, i, j, query.shape[0], heads, dropout_p, first_sample, first_row)
             p = p + part
     out = torch.einsum("bhnm,bmhd->bnhd", p, value.repeat_interleave(heads // key_heads, dim=2))
-    return out.to(dtype), lse
+    return out.to(dtype).contiguous(), lse
 
 
 def _with_detached_mixing(

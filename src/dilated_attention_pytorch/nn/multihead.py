@@ -118,8 +118,8 @@ class MultiheadDilatedAttention(nn.Module):
         for name, (x, projection) in named.items():
             if x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != projection.in_features:
                 raise ValueError(
-                    f"{name} must be (batch, sequence, {projection.in_features}), or (sequence, {projection.in_features}) for "
-                    f"one sample, with as many dimensions as query; got {tuple(x.shape)} beside query {tuple(query.shape)}"
+                    f"{name} must be (batch, sequence, {projection.in_features}), or (sequence, {projection.in_features}) "
+                    f"for one sample, like query; got {name} {tuple(x.shape)} and query {tuple(query.shape)}"
                 )
 
     def forward(

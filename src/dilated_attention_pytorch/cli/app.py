@@ -1,0 +1,99 @@
+"""The commands of ``dilated-attention``."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from dilated_attention_pytorch.cli import report
+from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
+
+# Errors in plain text: panels are hard to read in a log, and a traceback belongs to Python, not to a drawing of it.
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _commands() -> None:
+    """Exact dilated attention over very long sequences."""
+
+
+@app.command()
+def demo(
+    quick: Annotated[bool, typer.Option("--quick", help="Take 20 seconds, not two minutes: shorter texts.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Let a token see itself and earlier ones only.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:NUMBER; the GPU if there is one.")] = None,
+    output: Annotated[Path, typer.Option(help="The folder of the two pictures.")] = Path("demo-output"),
+    max_tokens: Annotated[int | None, typer.Option(help="The longest text, if the time allows it.")] = None,
+) -> None:
+    """Run dilated attention on a real text of growing length, next to dense attention, and check the result."""
+    # Here, so that other commands do without matplotlib, and first, so that its absence is not found after a minute.
+    from dilated_attention_pytorch.cli import pictures
+
+    try:
+        settings = make_settings(quick=quick, is_causal=causal, device=choose_device(device), max_tokens=max_tokens)
+    except ValueError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from None
+    console = Console(highlight=False, soft_wrap=True)
+    title = _title(settings)
+    console.print(f"{title}\nText: the sources of Python {platform.python_version()}'s standard library, a token per byte.")
+    rows: list[Row] = []
+    try:
+        with report.progress(console, rows) as step:
+            for row in measure(settings, step):
+                rows.append(row)
+    except KeyboardInterrupt:
+        _print_results(console, rows)
+        typer.echo(
+            f"Interrupted: {len(rows)} of {len(settings.lengths)} lengths are finished, no picture was drawn.", err=True
+        )
+        raise typer.Exit(130) from None
+    except torch.OutOfMemoryError:
+        missing = settings.lengths[len(rows)]
+        typer.echo(f"{settings.device} has too little memory for {missing:,} tokens; use --max-tokens.", err=True)
+    else:
+        _print_left_out(settings, rows)
+    _print_results(console, rows)
+    if not rows:
+        raise typer.Exit(1)
+    for name, figure in (
+        ("pattern.png", pictures.pattern_picture(is_causal=causal)),
+        ("scaling.png", pictures.scaling_picture(rows, title)),
+    ):
+        try:
+            pictures.save(figure, output / name)
+        except OSError as error:
+            typer.echo(f"The picture {output / name} could not be written: {error.strerror or error}.", err=True)
+            raise typer.Exit(1) from None
+        console.print(f"Picture: {output / name}")
+
+
+def _title(settings: Settings) -> str:
+    lengths, rates = (", ".join(map(str, x)) for x in (settings.pattern.segment_lengths, settings.pattern.dilation_rates))
+    threads = f" ({torch.get_num_threads()} threads)" if settings.device.type == "cpu" else ""
+    return (
+        f"Dilated attention, segment lengths {lengths}, rates {rates}{', causal' if settings.is_causal else ''}\n"
+        f"{HEADS} heads of size {HEAD_DIM}, {str(settings.dtype).removeprefix('torch.')} on {settings.device}{threads}"
+    )
+
+
+def _print_left_out(settings: Settings, rows: Sequence[Row]) -> None:
+    left_out = settings.lengths[len(rows) :]
+    if left_out:
+        lengths = ", ".join(f"{tokens:,}" for tokens in left_out)
+        typer.echo(f"Left out, since the demo ends within its {settings.budget_s:.0f} s: {lengths} tokens.", err=True)
+
+
+def _print_results(console: Console, rows: Sequence[Row]) -> None:
+    if not rows:
+        return
+    console.print(report.table(rows))
+    console.print("error: largest relative error of a sample of rows against float64")
+    if not all(row.dense_measured for row in rows):
+        console.print("~ predicted, not measured: dense attention's last measured time, growing with tokens squared")

@@ -1,0 +1,177 @@
+"""The measurements of the demo: dilated attention over growing lengths of a text, next to dense attention."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from dilated_attention_pytorch import Dilated, attention, attention_weights
+from dilated_attention_pytorch.cli.text import standard_library
+from dilated_attention_pytorch.measure import median_seconds, peak_extra_bytes
+from dilated_attention_pytorch.plan import compile_plan
+
+HEADS = 8
+HEAD_DIM = 64
+_CHECKED_ROWS = 16
+_MOST_TOKENS = {"cpu": 65536, "cuda": 262144}
+_SHORT_CALL_S = 0.25  # shorter calls are timed three times
+_MARGIN = 1.25  # of a predicted time: embedding and checking are not in the FLOPs
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a run measures and how long it may take."""
+
+    pattern: Dilated
+    lengths: tuple[int, ...]
+    is_causal: bool
+    device: torch.device
+    dtype: torch.dtype
+    budget_s: float  # of all measurements together
+    dense_s: float  # of dense attention at one length
+
+    def flops(self, tokens: int) -> int:
+        """Floating-point operations of dilated attention."""
+        return compile_plan(self.pattern, tokens, HEADS, is_causal=self.is_causal).flops(HEAD_DIM)
+
+    def dense_flops(self, tokens: int) -> int:
+        """Floating-point operations of dense attention: one segment that holds everything."""
+        return compile_plan(Dilated([tokens], [1]), tokens, HEADS, is_causal=self.is_causal).flops(HEAD_DIM)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The result for one length."""
+
+    tokens: int
+    seconds: float
+    extra_bytes: int
+    output_bytes: int
+    error: float
+    dense_seconds: float
+    dense_measured: bool  # otherwise predicted
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of dilated attention in one second."""
+        return self.tokens / self.seconds
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device of this name, or the GPU if there is one, else the CPU; a ValueError says why one cannot be had."""
+    gpus = torch.cuda.device_count()
+    if name is None:
+        return torch.device("cuda" if gpus else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ValueError(f"--device must be cpu, cuda or cuda:NUMBER, got {name!r}; without it the demo chooses one")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not gpus:
+        raise ValueError(f"--device {name} needs a GPU that PyTorch can use, and there is none; use --device cpu")
+    if int(index or 0) >= gpus:
+        raise ValueError(f"--device cuda:NUMBER must be below the number of GPUs, {gpus}, got {name!r}; use --device cuda")
+    return torch.device(name)
+
+
+def make_settings(*, quick: bool, is_causal: bool, device: torch.device, max_tokens: int | None) -> Settings:
+    """The lengths and limits of a run: sized for two slow CPU cores, and for more tokens on a GPU."""
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}; without it the demo chooses the lengths")
+    first = 2048 if quick else 4096
+    most = max_tokens or _MOST_TOKENS[device.type] // (4 if quick else 1)
+    doubled = itertools.takewhile(lambda tokens: tokens < most, (first << k for k in itertools.count()))
+    segment = 512 if quick else 2048
+    return Settings(
+        pattern=Dilated([segment, 2 * segment, 4 * segment, 8 * segment], [1, 2, 4, 8]),
+        lengths=(*doubled, most),
+        is_causal=is_causal,
+        device=device,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        budget_s=10.0 if quick else 95.0,
+        dense_s=2.0 if quick else 8.0,
+    )
+
+
+def embed(text: bytes, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of a text: a fixed random vector for each byte; query and key also feel the position."""
+    tables = torch.randn((3, 256, HEADS * HEAD_DIM), generator=torch.Generator().manual_seed(0)).to(device)
+    symbols = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device).long()
+    frequencies = 10000.0 ** -torch.linspace(0.0, 1.0, HEAD_DIM // 2, device=device)
+    angles = torch.arange(len(text), device=device)[:, None] * frequencies
+    position = torch.cat((angles.sin(), angles.cos()), -1)[None, :, None]
+    query, key, value = (table[symbols].view(1, len(text), HEADS, HEAD_DIM) for table in tables)
+    return query.add_(position).to(dtype), key.add_(position).to(dtype), value.to(dtype)
+
+
+def largest_error(out: Tensor, qkv: tuple[Tensor, Tensor, Tensor], pattern: Dilated, *, is_causal: bool) -> float:
+    """The largest relative error of a head's vector over a sample of rows, against the definition in float64."""
+    query, key, value = (x.double() for x in qkv)
+    n = query.shape[1]
+    sample = torch.randint(n, (_CHECKED_ROWS - 2,), generator=torch.Generator().manual_seed(0))
+    rows = sorted({0, n - 1, *sample.tolist()})
+    weights = attention_weights(query, key, pattern, query_rows=rows, is_causal=is_causal)
+    expected = torch.einsum("bhrm,bmhd->brhd", weights, value)
+    difference = out[:, rows].double() - expected
+    return float((difference.norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+class _Attend:
+    """A call of dilated attention that keeps its result, so that checking it needs no further call."""
+
+    def __init__(self, settings: Settings, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+        self.settings, self.qkv = settings, qkv
+        self.out: Tensor | None = None
+
+    def __call__(self) -> None:
+        self.out = None  # its memory must not count twice
+        self.out = attention(*self.qkv, self.settings.pattern, is_causal=self.settings.is_causal)
+
+    def error(self) -> float:
+        assert self.out is not None
+        return largest_error(self.out, self.qkv, self.settings.pattern, is_causal=self.settings.is_causal)
+
+
+def measure(settings: Settings, report: Callable[[str, float], None]) -> Iterator[Row]:
+    """One row per length, as long as the next one is predicted to end within the budget.
+
+    ``report`` is told what comes next and which part of all dilated work, from 0 to 1, is done.
+    """
+    end = time.monotonic() + settings.budget_s
+    total = sum(map(settings.flops, settings.lengths))
+    done = 0
+    rate = dense_rate = None  # FLOP/s at the last length measured
+    for tokens in settings.lengths:
+        flops, dense_flops = settings.flops(tokens), settings.dense_flops(tokens)
+        repeats = 3 if rate is None or flops / rate < _SHORT_CALL_S else 1
+        # Beside the repeats, one call warms up and one measures memory.
+        if rate is not None and (repeats + 2) * flops / rate * _MARGIN > end - time.monotonic():
+            return
+        report(f"{tokens:,} tokens: time", done / total)
+        call = _Attend(settings, embed(standard_library(tokens), settings.device, settings.dtype))
+        seconds = median_seconds(call, settings.device, repeats)
+        rate = flops / seconds
+        done += flops // 2
+        report(f"{tokens:,} tokens: memory", done / total)
+        extra_bytes = peak_extra_bytes(call, settings.device)
+        report(f"{tokens:,} tokens: error", done / total)
+        error = call.error()
+        done += flops - flops // 2
+        dense_seconds = dense_flops / (dense_rate or rate)
+        dense_measured = 2 * dense_seconds * _MARGIN < min(settings.dense_s, end - time.monotonic())
+        if dense_measured:
+            report(f"{tokens:,} tokens: dense attention", done / total)
+            dense = partial(
+                scaled_dot_product_attention, *(x.transpose(1, 2) for x in call.qkv), is_causal=settings.is_causal
+            )
+            dense_seconds = median_seconds(dense, settings.device, repeats=1)
+            dense_rate = dense_flops / dense_seconds
+        output_bytes = call.qkv[0].nbytes  # the output has the shape and type of the query
+        yield Row(tokens, seconds, extra_bytes, output_bytes, error, dense_seconds, dense_measured)

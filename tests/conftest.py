@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("default", deadline=None, print_blob=True)
+settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked gpu are run by ``make test-gpu``; without a device they say so."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill memory from ``torch.empty`` with NaN, so that an element nobody wrote shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def _poison_and_seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    with poisoned():
+        yield

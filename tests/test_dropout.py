@@ -1,0 +1,114 @@
+"""Dropout by global position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import oracle
+from dilated_attention_pytorch import Dilated, attention
+from dilated_attention_pytorch.dropout import mix, words
+
+M32 = 2**32
+
+
+def plain_word(seed: int, b: int, h: int, branch: int, i: int, j: int) -> int:
+    """The hash written out in unbounded Python integers."""
+
+    def f(x):
+        x %= M32
+        x = (x ^ x >> 16) * 0x85EBCA6B % M32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % M32
+        return x ^ x >> 16
+
+    stream = f(f(seed % M32) + (seed >> 32) % M32)
+    stream = f(f(f(stream + b) + h) + branch)
+    row = f(stream + i * 0x9E3779B1)
+    return f(f(row ^ (j * 0x85157AF5 % M32)) + f(row ^ 0x7F4A7C15))
+
+
+def dropped(q, k, v, pattern, p, seed, causal, first_row=0):
+    """Dropout from the definition: every branch's weight of every pair kept or dropped on its own."""
+    batch, n, heads, _ = q.shape
+    count = oracle.multiplicities(pattern, n, n, heads, heads, causal)
+    _, lse = oracle.attention(q, k, v, pattern, is_causal=causal)
+    out = torch.zeros_like(q)
+    for b in range(batch):
+        for h in range(heads):
+            weights = torch.zeros(n, n, dtype=torch.float64)
+            for i in range(n):
+                for j in range(n):
+                    for c, (w, r) in enumerate(pattern.branches):
+                        o = oracle.offset(pattern.offsets, h, heads, r)
+                        kept = plain_word(seed, b, h, c, i + first_row, j + first_row) >= int(p * M32)
+                        if count[h, i, j] and oracle.met_in((w, r), o, i, j) and kept:
+                            s = q[b, i, h] @ k[b, j, h] * q.shape[-1] ** -0.5
+                            weights[i, j] += torch.exp(s - lse[b, h, i]) / (1 - p)
+            out[b, :, h] = weights @ v[b, :, h]
+    return out, lse
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_kept_weights_are_those_of_the_rule(causal):
+    pattern = Dilated([8, 16], [1, 2])
+    q, k, v = torch.randn(3, 2, 20, 2, 4, dtype=torch.float64).unbind(0)
+    for seed in (0, 7, 2**40 + 3):
+        expected = dropped(q, k, v, pattern, 0.3, seed, causal)
+        actual = attention(q, k, v, pattern, dropout_p=0.3, seed=seed, is_causal=causal, return_lse=True)
+        torch.testing.assert_close(actual, expected)
+
+
+def test_words_are_the_same_from_integers_and_tensors():
+    i, j = torch.arange(2**33, 2**33 + 5)[:, None], torch.arange(6)[None, :]
+    for seed in (3, 2**62 - 1):
+        word = words(torch.tensor(seed), 2, 3, 1, i, j)
+        assert word.tolist() == [[plain_word(seed, 2, 3, 1, a, b) for b in range(6)] for a in range(2**33, 2**33 + 5)]
+    assert mix(0) == 0
+
+
+def test_rate_and_independence_of_the_words():
+    i, j = torch.arange(400)[:, None], torch.arange(500)[None, :]
+    bits = [words(9, b, h, c, i, j) >= int(0.25 * M32) for b in (0, 1) for h in (0, 1) for c in (0, 1)]
+    for one in bits:
+        assert abs(one.double().mean() - 0.75) < 0.005
+        assert one.double().mean(1).std() < 0.03  # 0.0194 if independent
+        assert one.double().mean(0).std() < 0.03  # 0.0217 if independent
+    for a in range(8):
+        for b in range(a):
+            together = (bits[a] & bits[b]).double().mean()
+            assert abs(together - 0.75**2) < 0.007
+
+
+def test_lengths_and_documents_count_positions_of_the_batch_as_given():
+    pattern = Dilated([8, 16], [1, 2])
+    q, k, v = torch.randn(3, 2, 20, 2, 4, dtype=torch.float64).unbind(0)
+    packed = attention(q, k, v, pattern, dropout_p=0.3, seed=5, cu_seqlens=torch.tensor([0, 9, 20]))
+    second, _ = dropped(q[:, 9:], k[:, 9:], v[:, 9:], pattern, 0.3, 5, False, first_row=9)
+    torch.testing.assert_close(packed[:, 9:], second)
+    padded = attention(q, k, v, pattern, dropout_p=0.3, seed=5, lengths=torch.tensor([9, 9]))
+    first, _ = dropped(q[:, :9], k[:, :9], v[:, :9], pattern, 0.3, 5, False)
+    torch.testing.assert_close(padded[:, :9], first)
+
+
+def test_gradients_with_dropout():
+    inputs = [torch.randn(1, 12, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradcheck(
+        lambda *x: attention(*x, Dilated([4, 8], [1, 2]), dropout_p=0.4, seed=1, is_causal=True), inputs
+    )
+
+
+def test_seed_comes_from_the_generator_unless_given():
+    q, k, v = torch.randn(3, 1, 30, 2, 4).unbind(0)
+    run = lambda: attention(q, k, v, Dilated([8], [1]), dropout_p=0.5)  # noqa: E731
+    torch.manual_seed(1)
+    first, second = run(), run()
+    torch.manual_seed(1)
+    assert torch.equal(run(), first)
+    assert not torch.equal(first, second)
+
+
+def test_fast_backends_refuse_with_the_reason():
+    q, k, v = torch.randn(3, 1, 30, 2, 4).unbind(0)
+    for backend in ("sdpa", "eager"):
+        with pytest.raises(ValueError, match=f"{backend}: dropout is not supported"):
+            attention(q, k, v, Dilated([8], [1]), dropout_p=0.5, backend=backend)

@@ -1,0 +1,110 @@
+"""Every tile kernel of the GPU against float64, through the public function."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import oracle
+from dilated_attention_pytorch import Dilated, attention, ops
+from dilated_attention_pytorch.backends import sdpa
+from dilated_attention_pytorch.backends.request import Request
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "whole segments": (Dilated([64, 128, 256], [1, 2, 4]), 512, 512),
+    "cut segments": (Dilated([64, 100, 1000], [1, 3, 8]), 333, 333),
+    "one row left": (Dilated([64], [2], "blocked"), 193, 193),
+    "decoding": (Dilated([64, 256], [1, 4]), 20, 333),
+    "zero keys": (Dilated([64, 100], [1, 3], "blocked", torchscale_padding=True), 150, 150),
+}
+
+
+def kernels(dtype, head_dim):
+    request = Request("cuda", torch.cuda.get_device_capability(), dtype, head_dim, 0.0)
+    return [kernel for kernel, why_not in sdpa.KERNELS if not why_not(request)]
+
+
+def run(call, q, k, v, dout, dlse):
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = call(*inputs)
+    return [x.detach() for x in (out, lse, *oracle.grads((out, lse), inputs, (dout.to(out), dlse.to(lse))))]
+
+
+def plain(pattern, causal):
+    """Eager dense attention with the bias log(multiplicity), in the type of its inputs: the yardstick of rounding."""
+
+    def call(q, k, v):
+        (n, heads, d), (m, key_heads) = q.shape[1:], k.shape[1:3]
+        count = oracle.multiplicities(pattern, n, m, heads, key_heads, causal).to(q.device)
+        k, v = (x.repeat_interleave(heads // key_heads, 2) for x in (k, v))
+        s = torch.einsum("bnhd,bmhd->bhnm", q, k) * d**-0.5 + count.log().to(q.dtype)
+        p = s.softmax(-1).nan_to_num()
+        return torch.einsum("bhnm,bmhd->bnhd", p, v), s.logsumexp(-1)
+
+    return call
+
+
+def check(actual, yardstick, exact, dtype):
+    for name, a, y, e in zip(("out", "lse", "dq", "dk", "dv"), actual, yardstick, exact, strict=True):
+        a, y, e = (torch.where(x.isinf(), 0.0, x.double().cpu()) for x in (a, y, e))
+        error, allowed = (a - e).abs().max(), 2 * (y - e).abs().max() + torch.finfo(dtype).eps * e.abs().max()
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("head_dim", [64, 48, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_kernel(case, causal, dtype, head_dim, monkeypatch):
+    pattern, n, m = CASES[case]
+    q, dout = torch.randn(2, 2, n, 8, head_dim, device="cuda", dtype=dtype).unbind(0)
+    k, v = torch.randn(2, 2, m, 4, head_dim, device="cuda", dtype=dtype).unbind(0)
+    dlse = torch.randn(2, 8, n, device="cuda")
+    exact = run(
+        lambda *x: oracle.attention(*x, pattern, is_causal=causal),
+        *(x.double().cpu() for x in (q, k, v, dout)),
+        dlse.cpu(),
+    )
+    yardstick_pattern = Dilated(pattern.segment_lengths, pattern.dilation_rates, pattern.offsets)
+    yardstick = run(plain(yardstick_pattern, causal), q, k, v, dout, dlse)
+    if pattern.torchscale_padding:  # the yardstick has no zero keys: compare its own error
+        reference = run(
+            lambda *x: oracle.attention(*x, yardstick_pattern, is_causal=causal),
+            *(x.double().cpu() for x in (q, k, v, dout)),
+            dlse.cpu(),
+        )
+        yardstick = [e + (y.cpu() - r) for e, y, r in zip(exact, yardstick, reference, strict=True)]
+    names = []
+    for kernel in kernels(dtype, head_dim):
+        monkeypatch.setitem(ops._BACKENDS, "sdpa", lambda request, kernel=kernel: kernel)
+        actual = run(
+            lambda *x: attention(*x, pattern, is_causal=causal, backend="sdpa", return_lse=True), q, k, v, dout, dlse
+        )
+        try:
+            check(actual, yardstick, exact, dtype)
+        except AssertionError as error:
+            raise AssertionError(f"{kernel.name}: {error}") from None
+        names.append(kernel.name)
+    assert names
+
+
+def test_eager_serves_double_precision():
+    pattern = Dilated([64, 100], [1, 3])
+    q, k, v = torch.randn(3, 2, 150, 4, 16, device="cuda", dtype=torch.float64).unbind(0)
+    out, lse = attention(q, k, v, pattern, return_lse=True)
+    expected = oracle.attention(q.cpu(), k.cpu(), v.cpu(), pattern)
+    torch.testing.assert_close(out.cpu(), expected[0])
+    torch.testing.assert_close(lse.cpu(), expected[1])
+
+
+def test_lengths_on_the_gpu():
+    pattern = Dilated([64, 100], [1, 3])
+    q, k, v = torch.randn(3, 3, 150, 4, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
+    lengths = torch.tensor([150, 0, 77], device="cuda")
+    out = attention(q, k, v, pattern, lengths=lengths)
+    for b, n in enumerate(lengths.tolist()):
+        alone = attention(q[b : b + 1, :n], k[b : b + 1, :n], v[b : b + 1, :n], pattern)
+        torch.testing.assert_close(out[b : b + 1, :n], alone)
+        assert (out[b, n:] == 0).all()

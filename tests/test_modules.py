@@ -1,0 +1,199 @@
+"""The modules, next to nn.MultiheadAttention and under DDP."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import oracle
+from dilated_attention_pytorch import Dilated, DilatedAttention, MultiheadDilatedAttention, attention
+
+WIDE = ([1000], [1])  # one dense segment: plain attention
+
+
+def like_torch(batch_first=True, **options) -> tuple[nn.MultiheadAttention, MultiheadDilatedAttention]:
+    """The same weights in both, without the extra norm."""
+    theirs = nn.MultiheadAttention(32, 4, batch_first=batch_first, dtype=torch.float64)
+    ours = MultiheadDilatedAttention(
+        32, 4, *WIDE, batch_first=batch_first, layer_norm=False, dtype=torch.float64, **options
+    )
+    nn.init.normal_(theirs.in_proj_bias)
+    with torch.no_grad():
+        for projection, weight, bias in zip(
+            (ours.q_proj, ours.k_proj, ours.v_proj),
+            theirs.in_proj_weight.chunk(3),
+            theirs.in_proj_bias.chunk(3),
+            strict=True,
+        ):
+            projection.weight.copy_(weight)
+            projection.bias.copy_(bias)
+        ours.out_proj.load_state_dict(theirs.out_proj.state_dict())
+    return theirs.eval(), ours.eval()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("average", [True, False])
+def test_equals_torch_multihead_attention_on_one_dense_segment(batch_first, average):
+    theirs, ours = like_torch(batch_first)
+    x = torch.randn(20, 3, 32, dtype=torch.float64)
+    x = x.transpose(0, 1) if batch_first else x
+    mask = torch.arange(20)[None, :] >= torch.tensor([20, 7, 13])[:, None]
+    for padding in (None, mask, torch.zeros(3, 20, dtype=torch.float64).masked_fill(mask, -torch.inf)):
+        args = {"key_padding_mask": padding, "need_weights": True, "average_attn_weights": average}
+        expected, expected_weights = theirs(x, x, x, **args)
+        out, weights = ours(x, x, x, **args)
+        assert weights.shape == expected_weights.shape
+        keep = ~mask if padding is not None else torch.ones_like(mask)
+        by_row = (lambda y: y) if batch_first else (lambda y: y.transpose(0, 1))
+        torch.testing.assert_close(by_row(out)[keep], by_row(expected)[keep])
+        rows = keep if average else keep[:, None].expand(-1, 4, -1)
+        torch.testing.assert_close(weights[rows], expected_weights[rows])
+
+
+def test_unbatched_and_causal_like_torch():
+    theirs, ours = like_torch()
+    x = torch.randn(20, 32, dtype=torch.float64)
+    hidden = torch.ones(20, 20, dtype=torch.bool).triu(1)
+    expected, expected_weights = theirs(x, x, x, attn_mask=hidden, is_causal=True)
+    out, weights = ours(x, x, x, is_causal=True, need_weights=True)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(weights, expected_weights)
+    assert ours(x, x, x)[1] is None
+
+
+def test_serves_inside_torch_transformer_layers():
+    encoder = nn.TransformerEncoderLayer(32, 4, dim_feedforward=64, dropout=0.0, batch_first=True, dtype=torch.float64)
+    theirs, ours = like_torch()
+    encoder.self_attn = theirs
+    x = torch.randn(2, 12, 32, dtype=torch.float64)
+    encoder.train()  # the fused inference path bypasses self_attn
+    expected = encoder(x)
+    encoder.self_attn = ours
+    torch.testing.assert_close(encoder(x), expected)
+
+
+def test_whole_module_by_hand():
+    """Grouped heads, sub-LN, other key sizes, a dilated pattern: projections around the oracle."""
+    pattern = Dilated([8, 16], [1, 2], "blocked")
+    module = MultiheadDilatedAttention(
+        24, 6, [8, 16], [1, 2], num_kv_heads=3, kdim=10, vdim=14, offsets="blocked", softmax_scale=0.7, dtype=torch.float64
+    )
+    query, key, value = (torch.randn(2, 21, size, dtype=torch.float64) for size in (24, 10, 14))
+    q = module.q_proj(query).view(2, 21, 6, 4)
+    k, v = module.k_proj(key).view(2, 21, 3, 4), module.v_proj(value).view(2, 21, 3, 4)
+    attended, _ = oracle.attention(q, k, v, pattern, is_causal=True, scale=0.7)
+    normed = nn.functional.layer_norm(
+        attended.flatten(2), (24,), module.inner_attn_ln.weight, module.inner_attn_ln.bias, 1e-5
+    )
+    out, weights = module(query, key, value, is_causal=True)
+    torch.testing.assert_close(out, module.out_proj(normed))
+    assert weights is None
+
+
+def test_attention_map_of_chosen_rows():
+    module = MultiheadDilatedAttention(32, 4, [8, 16], [1, 2], num_kv_heads=2)
+    x = torch.randn(2, 40, 32)
+    _, weights = module(x, x, x, need_weights=True, average_attn_weights=False, is_causal=True)
+    torch.testing.assert_close(module.attention_map(x, x, [3, -1], is_causal=True), weights[:, :, [3, -1]])
+    torch.testing.assert_close(module.attention_map(x[0], x[0], [3], is_causal=True), weights[:1, :, [3]])
+    long = torch.randn(1, 100_000, 32)
+    assert module.attention_map(long, long, [99_999]).shape == (1, 4, 1, 100_000)
+
+
+def test_dropout_acts_in_training_only():
+    module = MultiheadDilatedAttention(32, 4, [8, 16], [1, 2], dropout=0.5)
+    plain = DilatedAttention([8], [1], attention_dropout=0.5)
+    x = torch.randn(2, 20, 32)
+    assert not torch.equal(module(x, x, x)[0], module(x, x, x)[0])
+    assert not torch.equal(plain(*[x.view(2, 20, 4, 8)] * 3), plain(*[x.view(2, 20, 4, 8)] * 3))
+    module.eval()
+    plain.eval()
+    assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
+    assert torch.equal(plain(*[x.view(2, 20, 4, 8)] * 3), plain(*[x.view(2, 20, 4, 8)] * 3))
+
+
+def test_dilated_attention_module_is_the_function():
+    module = DilatedAttention([8, 16], [1, 2], softmax_scale=0.4, offsets="blocked", backend="eager")
+    q, k, v = torch.randn(3, 2, 20, 4, 8).unbind(0)
+    expected = attention(q, k, v, Dilated([8, 16], [1, 2], "blocked"), scale=0.4, is_causal=True, backend="eager")
+    assert torch.equal(module(q, k, v, is_causal=True), expected)
+    assert "segment_lengths=(8, 16)" in repr(module)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embed_dim": 30}, "embed_dim must be a positive multiple of num_heads, got embed_dim=30, num_heads=4"),
+        ({"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads"),
+        ({"dropout": 1.0}, "0 <= attention_dropout < 1"),
+        ({"backend": "cuda"}, "backend must be one of 'auto'"),
+        ({"offsets": [0, 1]}, "one integer per key head"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        MultiheadDilatedAttention(
+            **{"embed_dim": 32, "num_heads": 4, "segment_lengths": [8], "dilation_rates": [2]} | options
+        )
+
+
+def test_bad_inputs():
+    module = MultiheadDilatedAttention(32, 4, [8, 16], [1, 2])
+    x = torch.randn(2, 20, 32)
+    with pytest.raises(ValueError, match="attn_mask is not supported"):
+        module(x, x, x, attn_mask=torch.zeros(20, 20))
+    with pytest.raises(ValueError, match=r"key must be \(batch, sequence, 32\)"):
+        module(x, x[..., :5], x)
+    holes = torch.zeros(2, 20, dtype=torch.bool)
+    holes[1, 0] = True
+    with pytest.raises(ValueError, match=r"samples \[1\] have padding before or between tokens"):
+        module(x, x, x, key_padding_mask=holes)
+    with pytest.raises(ValueError, match=r"\(batch, keys\) = \(2, 20\)"):
+        module(x, x, x, key_padding_mask=holes[:1])
+    with pytest.raises(TypeError, match="bool or floating-point"):
+        module(x, x, x, key_padding_mask=holes.int())
+    with pytest.raises(ValueError, match=r"0 \(keep\) and -inf"):
+        module(x, x, x, key_padding_mask=holes.float())
+    with pytest.raises(ValueError, match="pass one of them"):
+        module(x, x, x, key_padding_mask=~holes.any() & holes, lengths=torch.tensor([20, 20]))
+    long = torch.zeros(1, 9000, 32)
+    with pytest.raises(ValueError, match=r"use attention_map\(query_rows=...\)"):
+        module(long, long, long, need_weights=True)
+
+
+def ddp_step(rank: int, folder: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(training_model())
+    step(model, training_batch().chunk(2)[rank])
+    torch.save(model.module.state_dict(), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def training_model() -> nn.Module:
+    torch.manual_seed(1)
+    return MultiheadDilatedAttention(16, 4, [8, 16], [1, 2], num_kv_heads=2, dtype=torch.float64)
+
+
+def training_batch() -> torch.Tensor:
+    return torch.randn(4, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def step(model: nn.Module, x: torch.Tensor) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(x, x, x, is_causal=True)[0].square().mean().backward()
+    optimizer.step()
+
+
+def test_a_ddp_step_equals_a_single_process_step(tmp_path):
+    torch.multiprocessing.spawn(ddp_step, (str(tmp_path),), nprocs=2)
+    alone = training_model()
+    before = {name: x.clone() for name, x in alone.state_dict().items()}
+    step(alone, training_batch())
+    for rank in range(2):
+        together = torch.load(tmp_path / f"{rank}.pt")
+        for name, x in alone.state_dict().items():
+            assert not torch.equal(x, before[name]), name
+            torch.testing.assert_close(together[name], x)
