@@ -97,7 +97,7 @@ def _check_options(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast does to the inputs of ``scaled_dot_product_attention``."""
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)

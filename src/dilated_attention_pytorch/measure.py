@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+# The profiler announces each start on stderr otherwise; it reads this when it is first used.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def _synchronize(device: torch.device) -> None:
@@ -32,7 +36,8 @@ def median_seconds(call: Callable[[], Any], device: torch.device, repeats: int =
 def peak_extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
     """The most memory that was allocated during the call beyond what was allocated before it, its result included.
 
-    On a CPU this counts every allocation that goes through PyTorch's allocator, by its profiler.
+    On a CPU this counts every allocation that goes through PyTorch's allocator, by its profiler; a call that frees
+    tensors made before it would be counted too low.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -18,7 +18,7 @@ from dilated_attention_pytorch.merge import merge_
 from dilated_attention_pytorch.plan import Plan, TileFamily
 
 # A partial result of one kernel call has at most this many elements, or an eighth of the output if that is more.
-_SMALL_PART = 2**22
+_SMALL_PART = 2**20
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,39 +55,39 @@ def demo(
         )
         raise typer.Exit(130) from None
     except torch.OutOfMemoryError:
-        missing = settings.lengths[len(rows)]
-        typer.echo(f"{settings.device} has too little memory for {missing:,} tokens; use --max-tokens.", err=True)
+        # The shorter lengths are complete and worth showing.
+        reason = f"{settings.device} has too little memory for more"
     else:
-        _print_left_out(settings, rows)
+        reason = f"it would take more than the demo's {settings.budget_s:.0f} s"
     _print_results(console, rows)
+    if left_out := settings.lengths[len(rows) :]:
+        console.print(f"Left out: {', '.join(f'{tokens:,}' for tokens in left_out)} tokens, since {reason}.")
     if not rows:
         raise typer.Exit(1)
-    for name, figure in (
-        ("pattern.png", pictures.pattern_picture(is_causal=causal)),
-        ("scaling.png", pictures.scaling_picture(rows, title)),
-    ):
+    figures = {
+        "pattern.png": pictures.pattern_picture(is_causal=causal),
+        "scaling.png": pictures.scaling_picture(rows, title),
+    }
+    for name, figure in figures.items():
         try:
             pictures.save(figure, output / name)
         except OSError as error:
-            typer.echo(f"The picture {output / name} could not be written: {error.strerror or error}.", err=True)
+            reason = error.strerror or str(error)
+            typer.echo(f"{output / name} could not be written: {reason}; choose another folder with --output.", err=True)
             raise typer.Exit(1) from None
         console.print(f"Picture: {output / name}")
 
 
 def _title(settings: Settings) -> str:
     lengths, rates = (", ".join(map(str, x)) for x in (settings.pattern.segment_lengths, settings.pattern.dilation_rates))
-    threads = f" ({torch.get_num_threads()} threads)" if settings.device.type == "cpu" else ""
+    if settings.device.type == "cuda":
+        place = torch.cuda.get_device_name(settings.device)
+    else:
+        place = f"the CPU with {torch.get_num_threads()} threads"
     return (
         f"Dilated attention, segment lengths {lengths}, rates {rates}{', causal' if settings.is_causal else ''}\n"
-        f"{HEADS} heads of size {HEAD_DIM}, {str(settings.dtype).removeprefix('torch.')} on {settings.device}{threads}"
+        f"{HEADS} heads of size {HEAD_DIM}, {str(settings.dtype).removeprefix('torch.')} on {place}"
     )
-
-
-def _print_left_out(settings: Settings, rows: Sequence[Row]) -> None:
-    left_out = settings.lengths[len(rows) :]
-    if left_out:
-        lengths = ", ".join(f"{tokens:,}" for tokens in left_out)
-        typer.echo(f"Left out, since the demo ends within its {settings.budget_s:.0f} s: {lengths} tokens.", err=True)
 
 
 def _print_results(console: Console, rows: Sequence[Row]) -> None:
@@ -96,4 +96,4 @@ def _print_results(console: Console, rows: Sequence[Row]) -> None:
     console.print(report.table(rows))
     console.print("error: largest relative error of a sample of rows against float64")
     if not all(row.dense_measured for row in rows):
-        console.print("~ predicted, not measured: dense attention's last measured time, growing with tokens squared")
+        console.print("~ predicted, not measured: the time of dense attention grows with tokens squared")

@@ -131,7 +131,6 @@ class _Attend:
         self.out: Tensor | None = None
 
     def __call__(self) -> None:
-        self.out = None  # its memory must not count twice
         self.out = attention(*self.qkv, self.settings.pattern, is_causal=self.settings.is_causal)
 
     def error(self) -> float:
@@ -146,7 +145,7 @@ def measure(settings: Settings, report: Callable[[str, float], None]) -> Iterato
     """
     end = time.monotonic() + settings.budget_s
     total = sum(map(settings.flops, settings.lengths))
-    done = 0
+    done = 0.0
     rate = dense_rate = None  # FLOP/s at the last length measured
     for tokens in settings.lengths:
         flops, dense_flops = settings.flops(tokens), settings.dense_flops(tokens)
@@ -158,19 +157,19 @@ def measure(settings: Settings, report: Callable[[str, float], None]) -> Iterato
         call = _Attend(settings, embed(standard_library(tokens), settings.device, settings.dtype))
         seconds = median_seconds(call, settings.device, repeats)
         rate = flops / seconds
-        done += flops // 2
+        done += flops * (repeats + 1) / (repeats + 2)
         report(f"{tokens:,} tokens: memory", done / total)
+        call.out = None  # what is freed during the call would be taken off the memory it needs
         extra_bytes = peak_extra_bytes(call, settings.device)
+        done += flops / (repeats + 2)
         report(f"{tokens:,} tokens: error", done / total)
         error = call.error()
-        done += flops - flops // 2
         dense_seconds = dense_flops / (dense_rate or rate)
         dense_measured = 2 * dense_seconds * _MARGIN < min(settings.dense_s, end - time.monotonic())
         if dense_measured:
             report(f"{tokens:,} tokens: dense attention", done / total)
-            dense = partial(
-                scaled_dot_product_attention, *(x.transpose(1, 2) for x in call.qkv), is_causal=settings.is_causal
-            )
+            q, k, v = (x.transpose(1, 2) for x in call.qkv)
+            dense = partial(scaled_dot_product_attention, q, k, v, is_causal=settings.is_causal)
             dense_seconds = median_seconds(dense, settings.device, repeats=1)
             dense_rate = dense_flops / dense_seconds
         output_bytes = call.qkv[0].nbytes  # the output has the shape and type of the query

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ def pattern_picture(*, is_causal: bool) -> Figure:
     tokens, heads, pattern = 32, 4, Dilated([8, 16, 32], [1, 2, 4])
     branches = len(pattern.branches)
     colours = ListedColormap(["#ffffff", "#b5d0ea", "#5b94cb", "#123f7a"])
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
     panels = figure.subplots(1, heads, sharey=True)
     i, j = torch.arange(tokens)[:, None], torch.arange(tokens)[None, :]
     for head, axes in enumerate(panels):
@@ -37,25 +38,32 @@ def pattern_picture(*, is_causal: bool) -> Figure:
         axes.set_xticks([k + 0.5 for k in range(0, tokens, 8)], labels=range(0, tokens, 8))
         axes.set_yticks([k + 0.5 for k in range(0, tokens, 8)], labels=range(0, tokens, 8))
     panels[0].set_ylabel("query position")
-    figure.colorbar(image, ax=panels, ticks=range(branches + 1), label="branches in which the pair meets", shrink=0.8)
+    bar = figure.colorbar(
+        image, ax=panels, ticks=range(branches + 1), label="branches in which the pair meets", pad=0.01, shrink=0.83
+    )
+    bar.minorticks_off()
     lengths, rates = (", ".join(map(str, x)) for x in (pattern.segment_lengths, pattern.dilation_rates))
     causal = ", causal" if is_causal else ""
     figure.suptitle(f"Dilated attention: {tokens} tokens, segment lengths {lengths}, dilation rates {rates}{causal}")
     return figure
 
 
-def scaling_picture(rows: Sequence[Row], subtitle: str) -> Figure:
+def scaling_picture(rows: Sequence[Row], title: str) -> Figure:
     """Time and extra memory against the number of tokens, on logarithmic axes."""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     time, memory = figure.subplots(1, 2)
-    figure.suptitle(subtitle)
+    figure.suptitle(title)
     tokens = [row.tokens for row in rows]
 
     time.plot(tokens, [row.seconds for row in rows], "o-", color=_DILATED, label="dilated attention")
     measured = [row for row in rows if row.dense_measured]
     if measured:
         time.plot(
-            [r.tokens for r in measured], [r.dense_seconds for r in measured], "s-", color=_DENSE, label="dense attention"
+            [r.tokens for r in measured],
+            [r.dense_seconds for r in measured],
+            "s-",
+            color=_DENSE,
+            label="dense attention, measured",
         )
     if len(measured) < len(rows):
         # From the last measured point, so that the line has no gap.
@@ -92,7 +100,11 @@ def _logarithmic(axes: Axes) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG file; whoever looks at ``path`` finds the whole picture or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        # "File exists" would not tell what is wrong with it.
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from None
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         figure.savefig(unfinished, format="png", dpi=150)
