@@ -12,6 +12,7 @@ from torch import Tensor
 from dilated_attention_pytorch import backends, ops
 from dilated_attention_pytorch.backends import reference
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.merge import accumulate_dtype
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.spans import host_cu_seqlens, host_lengths, spans
 
@@ -191,13 +192,16 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     chosen = backends.choose(backend, Request.of(query, dropout_p))
     detach = mixing_gradient == "detached"
+    used_seed = _seed(seed, dropout_p, query)
     if chosen == "reference":
         out, lse = _reference(
             query, key, value, pattern, lengths, cu_seqlens,
-            is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=_seed(seed, dropout_p, query), detach_mixing=detach,
+            is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=used_seed, detach_mixing=detach,
         )  # fmt: skip
     else:
-        out, lse = ops.attend(query, key, value, lengths, cu_seqlens, pattern.spec, is_causal, scale, detach, chosen)
+        out, lse = ops.attend(
+            query, key, value, lengths, cu_seqlens, used_seed, pattern.spec, is_causal, scale, dropout_p, detach, chosen
+        )
     return (out, lse) if return_lse else out
 
 
@@ -223,7 +227,7 @@ def _reference(
     (batch, n, heads, _), m = query.shape, key.shape[1]
     # Sequences of their own are computed on their own: a NaN in one cannot reach another through 0 * NaN.
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.full((batch, heads, n), -torch.inf, dtype=ops.accumulate_dtype(query.dtype), device=query.device)
+    lse = torch.full((batch, heads, n), -torch.inf, dtype=accumulate_dtype(query.dtype), device=query.device)
     for span in spans(batch, n, m, host_lengths(lengths, m), host_cu_seqlens(cu_seqlens, m)):
         part, part_lse = reference.attend(
             query[span.samples, span.queries],
@@ -308,7 +312,7 @@ def attention_weights(
         raise ValueError(f"query_rows must be a list of row numbers from {-n} to {n - 1}, got {query_rows}")
     rows = torch.where(rows < 0, rows + n, rows)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    compute = ops.accumulate_dtype(query.dtype)
+    compute = accumulate_dtype(query.dtype)
     result = torch.zeros((query.shape[0], query.shape[2], len(rows), m), dtype=compute, device=query.device)
     for span in spans(query.shape[0], n, m, host_lengths(lengths, m), None):
         inside = rows < span.queries.stop

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which partial results are merged, and of lse."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge a partial result into ``(out, lse)`` in place; ``out`` has one more, last dimension than ``lse``.
 

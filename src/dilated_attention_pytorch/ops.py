@@ -5,24 +5,20 @@ The pattern travels as a string and the tile kernel is chosen when the operator 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch import tiles
 from dilated_attention_pytorch.backends import eager, sdpa
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.merge import accumulate_dtype
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.plan import Plan, compile_plan
 from dilated_attention_pytorch.spans import Span, host_cu_seqlens, host_lengths, spans
-from dilated_attention_pytorch.tiles import TileKernel, backward_, forward_
-
-_BACKENDS = {"sdpa": sdpa.kernel, "eager": eager.kernel}
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which partial results are merged, and of lse."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from dilated_attention_pytorch.tiles import TileKernel
 
 
 def _plans(
@@ -38,7 +34,8 @@ def _plans(
 
 
 def _tile_kernel(backend: str, query: Tensor) -> TileKernel:
-    return _BACKENDS[backend](Request.of(query, dropout_p=0.0))
+    kernel = {"sdpa": sdpa.kernel, "eager": eager.kernel}[backend]
+    return kernel(Request.of(query, dropout_p=0.0))
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
@@ -46,50 +43,38 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _forward(
-    plans: list[tuple[Span, Plan]], query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: TileKernel
-) -> tuple[Tensor, Tensor]:
-    """Accumulated ``out (B, N, H, D)`` and ``lse (B, N, H)``, both in the accumulation type."""
-    dtype = accumulate_dtype(query.dtype)
-    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-    lse_bnh = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
-    for span, plan in plans:
-        q = query[span.samples, span.queries]
-        k, v = (x[span.samples, span.keys] for x in (key, value))
-        rows = (span.samples, span.queries)
-        forward_(plan, q, k, v, out[rows], lse_bnh[rows], scale=scale, kernel=kernel)
-    return out, lse_bnh
-
-
-@torch.library.custom_op("dilated_attention::attend", mutates_args=())
-def attend(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
+    seed: Tensor | None,
     pattern: str,
     is_causal: bool,
     scale: float,
+    dropout_p: float,
     detach_mixing: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))`` of a dilated pattern."""
     query, key, value = map(_rows_contiguous, (query, key, value))
     plans = _plans(query, key, lengths, cu_seqlens, pattern, is_causal)
-    out, lse_bnh = _forward(plans, query, key, value, scale, _tile_kernel(backend, query))
-    return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
+    if backend == "triton":
+        from dilated_attention_pytorch.backends.triton import run  # imports triton
+
+        return run.forward(plans, query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
+    assert dropout_p == 0.0, "refused by why_not"
+    return tiles.forward(plans, query, key, value, scale=scale, kernel=_tile_kernel(backend, query))
 
 
-@attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, n, heads, _d = query.shape
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out, query.new_empty((batch, heads, n), dtype=accumulate_dtype(query.dtype))
 
 
-@torch.library.custom_op("dilated_attention::attend_backward", mutates_args=())
-def attend_backward(
+def _attend_backward(
     dout: Tensor,
     dlse: Tensor | None,
     query: Tensor,
@@ -99,62 +84,61 @@ def attend_backward(
     lse: Tensor,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
+    seed: Tensor | None,
     pattern: str,
     is_causal: bool,
     scale: float,
+    dropout_p: float,
     detach_mixing: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``: each tile's ordinary backward is its exact share."""
     query, key, value, dout = map(_rows_contiguous, (query, key, value, dout))
     plans = _plans(query, key, lengths, cu_seqlens, pattern, is_causal)
-    kernel = _tile_kernel(backend, query)
-    dtype = accumulate_dtype(query.dtype)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value))
-    lse_bnh = lse.transpose(1, 2).contiguous()
-    dlse_bnh = None if dlse is None else dlse.transpose(1, 2).contiguous()
-    # With constant mixing weights, delta comes from the branch's own output, which is computed again.
-    branches = range(len(Dilated.from_spec(pattern).branches)) if detach_mixing else (None,)
-    for branch in branches:
-        some = plans if branch is None else [(span, plan.of_branch(branch)) for span, plan in plans]
-        branch_out = out if branch is None else _forward(some, query, key, value, scale, kernel)[0].to(query.dtype)
-        for span, plan in some:
-            rows, columns = (span.samples, span.queries), (span.samples, span.keys)
-            backward_(
-                plan,
-                dout[rows],
-                None if dlse_bnh is None else dlse_bnh[rows],
-                query[rows],
-                key[columns],
-                value[columns],
-                branch_out[rows],
-                lse_bnh[rows],
-                (dq[rows], dk[columns], dv[columns]),
-                scale=scale,
-                kernel=kernel,
-            )
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+    tensors = (dout, dlse, query, key, value, out, lse)
+    if backend == "triton":
+        from dilated_attention_pytorch.backends.triton import run  # imports triton
+
+        return run.backward(plans, *tensors, scale=scale, dropout_p=dropout_p, seed=seed, detach_mixing=detach_mixing)
+    return tiles.backward(plans, *tensors, scale=scale, detach_mixing=detach_mixing, kernel=_tile_kernel(backend, query))
 
 
-@attend_backward.register_fake
-def _(dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _attend_backward_fake(
+    dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, lengths, cu_seqlens, *ctx.constants = inputs
+    query, key, value, lengths, cu_seqlens, seed, *ctx.constants = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, *output, lengths, cu_seqlens)
+    ctx.save_for_backward(query, key, value, *output, lengths, cu_seqlens, seed)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, out, lse, lengths, cu_seqlens = ctx.saved_tensors
+    query, key, value, out, lse, *optional = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 10
+        return (None,) * 12
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = attend_backward(dout, dlse, query, key, value, out, lse, lengths, cu_seqlens, *ctx.constants)
-    return (*grads, *(None,) * 7)
+    grads = attend_backward(dout, dlse, query, key, value, out, lse, *optional, *ctx.constants)
+    return (*grads, *(None,) * 9)
 
 
-attend.register_autograd(_backward, setup_context=_setup_context)
+def _operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Define an operator for every device.
+
+    ``torch.library.custom_op`` does the same and loads the whole of ``torch._dynamo`` at the first call: over a second.
+    """
+    qualified = f"dilated_attention::{name}"
+    schema = torch.library.infer_schema(function, mutates_args=())
+    torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "default", function)
+    torch.library.register_fake(qualified, fake)
+    operator: Callable[..., Any] = getattr(torch.ops.dilated_attention, name).default
+    return operator
+
+
+attend = _operator("attend", _attend, _attend_fake)
+attend_backward = _operator("attend_backward", _attend_backward, _attend_backward_fake)
+torch.library.register_autograd("dilated_attention::attend", _backward, setup_context=_setup_context)

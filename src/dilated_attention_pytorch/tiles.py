@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.merge import merge_
+from dilated_attention_pytorch.merge import accumulate_dtype, merge_
 from dilated_attention_pytorch.plan import Plan, TileFamily
+from dilated_attention_pytorch.spans import Span
 
 # A partial result of one kernel call has at most this many elements, or an eighth of the output if that is more.
 _SMALL_PART = 2**20
@@ -125,56 +126,115 @@ def _limit(query: Tensor) -> int:
     return max(_SMALL_PART, query.numel() // 8)
 
 
-def forward_(
-    plan: Plan, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse_bnh: Tensor, *, scale: float, kernel: TileKernel
-) -> None:
-    """Merge the attention of all tiles into ``out (B, N, H, D)`` and ``lse_bnh (B, N, H)``, which start as 0 and -inf."""
-    group = query.shape[2] // key.shape[2]
-    tensors = (query, key, value, out, lse_bnh)
-    for piece in _pieces(plan, query.shape[0], group, query.shape[3], _limit(query), tensors):
-        family = piece.family
-        part, part_lse = kernel.forward(
-            piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value), family.causal, scale
-        )
-        if family.zero_keys:
-            with_zeros = torch.logaddexp(part_lse, torch.full_like(part_lse, family.zero_keys).log())
-            part = part * torch.exp(part_lse - with_zeros).unsqueeze(-1)
-            part_lse = with_zeros
-        merge_(piece.queries(out), piece.queries(lse_bnh), part, part_lse)
+def _accumulate(
+    plans: list[tuple[Span, Plan]], query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: TileKernel
+) -> tuple[Tensor, Tensor]:
+    """``out (B, N, H, D)`` and ``lse (B, N, H)``, both in the accumulation type."""
+    dtype = accumulate_dtype(query.dtype)
+    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    lse_bnh = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
+    for span, plan in plans:
+        rows, columns = (span.samples, span.queries), (span.samples, span.keys)
+        part = (query[rows], key[columns], value[columns], out[rows], lse_bnh[rows])
+        group = query.shape[2] // key.shape[2]
+        for piece in _pieces(plan, part[0].shape[0], group, query.shape[3], _limit(query), part):
+            # A function of its own, so that no partial result outlives its merge.
+            _forward_piece_(piece, *part, scale, kernel)
+    return out, lse_bnh
 
 
-def backward_(
-    plan: Plan,
-    dout: Tensor,
-    dlse_bnh: Tensor | None,
+def forward(
+    plans: list[tuple[Span, Plan]], query: Tensor, key: Tensor, value: Tensor, *, scale: float, kernel: TileKernel
+) -> tuple[Tensor, Tensor]:
+    """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged."""
+    out, lse_bnh = _accumulate(plans, query, key, value, scale, kernel)
+    return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
+
+
+def _forward_piece_(
+    piece: _Piece,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     lse_bnh: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-    *,
     scale: float,
     kernel: TileKernel,
 ) -> None:
-    """Add the gradients of all tiles to ``grads = (dq, dk, dv)``, given the merged ``out`` and ``lse``."""
-    dq, dk, dv = grads
+    q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
+    part, part_lse = kernel.forward(q, k, v, piece.family.causal, scale)
+    if piece.family.zero_keys:
+        with_zeros = torch.logaddexp(part_lse, torch.full_like(part_lse, piece.family.zero_keys).log())
+        part = part * torch.exp(part_lse - with_zeros).unsqueeze(-1)
+        part_lse = with_zeros
+    merge_(piece.queries(out), piece.queries(lse_bnh), part, part_lse)
+
+
+def backward(
+    plans: list[tuple[Span, Plan]],
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    detach_mixing: bool,
+    kernel: TileKernel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)``: the gradients of all tiles, summed, given the merged ``out`` and ``lse``."""
+    dtype = accumulate_dtype(query.dtype)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value))
+    lse_bnh = lse.transpose(1, 2).contiguous()
+    dlse_bnh = None if dlse is None else dlse.transpose(1, 2).contiguous()
     group = query.shape[2] // key.shape[2]
-    tensors = (query, key, value, dout, out, lse_bnh, *grads, *(() if dlse_bnh is None else (dlse_bnh,)))
-    for piece in _pieces(plan, query.shape[0], group, query.shape[3], _limit(query), tensors):
-        causal = piece.family.causal
-        q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
-        lse = piece.queries(lse_bnh).contiguous()
-        part = kernel.backward(piece.queries(dout), q, k, v, piece.queries(out), lse, causal, scale)
-        piece.queries(dq).add_(part[0])
-        piece.keys(dk).add_(piece.sum_members(part[1]))
-        piece.keys(dv).add_(piece.sum_members(part[2]))
-        if dlse_bnh is not None:
-            # ds = p * dlse: the gradient of a tile with values 0 whose delta is -dlse.
-            unit = torch.zeros_like(q)
-            unit[..., 0] = 1.0
-            minus_dlse = torch.zeros_like(q)
-            minus_dlse[..., 0] = -piece.queries(dlse_bnh)
-            part = kernel.backward(unit, q, k, torch.zeros_like(k), minus_dlse, lse, causal, scale)
-            piece.queries(dq).add_(part[0])
-            piece.keys(dk).add_(piece.sum_members(part[1]))
+    # With constant mixing weights, delta comes from the branch's own output, which is computed again.
+    branches = sorted({f.branch for _, plan in plans for f in plan.families}) if detach_mixing else [None]
+    for branch in branches:
+        some, some_out = plans, out
+        if branch is not None:
+            some = [(span, plan.of_branch(branch)) for span, plan in plans]
+            some_out = _accumulate(some, query, key, value, scale, kernel)[0].to(query.dtype)
+        for span, plan in some:
+            rows, columns = (span.samples, span.queries), (span.samples, span.keys)
+            by_row = dout[rows], some_out[rows], lse_bnh[rows]
+            some_dlse = None if dlse_bnh is None else dlse_bnh[rows]
+            qkv = query[rows], key[columns], value[columns]
+            grads = dq[rows], dk[columns], dv[columns]
+            tensors = (*by_row, *qkv, *grads, *(() if some_dlse is None else (some_dlse,)))
+            for piece in _pieces(plan, qkv[0].shape[0], group, query.shape[3], _limit(query), tensors):
+                _backward_piece_(piece, *by_row, some_dlse, *qkv, grads, scale, kernel)
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+
+
+def _backward_piece_(
+    piece: _Piece,
+    dout: Tensor,
+    out: Tensor,
+    lse_bnh: Tensor,
+    dlse_bnh: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    kernel: TileKernel,
+) -> None:
+    q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
+    lse, causal = piece.queries(lse_bnh).contiguous(), piece.family.causal
+    _add_gradients_(piece, grads, kernel.backward(piece.queries(dout), q, k, v, piece.queries(out), lse, causal, scale))
+    if dlse_bnh is not None:
+        # ds = p * dlse: the gradient of a tile with values 0 whose delta is -dlse.
+        unit, minus_dlse, zeros = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(k)
+        unit[..., 0] = 1.0
+        minus_dlse[..., 0] = -piece.queries(dlse_bnh)
+        part = kernel.backward(unit, q, k, zeros, minus_dlse, lse, causal, scale)
+        _add_gradients_(piece, grads[:2], part[:2])
+
+
+def _add_gradients_(piece: _Piece, grads: tuple[Tensor, ...], part: tuple[Tensor, ...]) -> None:
+    piece.queries(grads[0]).add_(part[0])
+    for grad, dkv in zip(grads[1:], part[1:], strict=True):
+        piece.keys(grad).add_(piece.sum_members(dkv))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dilated_attention_pytorch.backends import eager, reference, sdpa
+from dilated_attention_pytorch.backends import eager, reference, sdpa, triton
 from dilated_attention_pytorch.backends.request import Request
 
 # In the order in which "auto" asks them.
-_BACKENDS = {"sdpa": sdpa.why_not, "eager": eager.why_not, "reference": reference.why_not}
+_BACKENDS = {
+    "sdpa": sdpa.why_not,
+    "triton": triton.why_not,
+    "eager": eager.why_not,
+    "reference": reference.why_not,
+}
 NAMES = ("auto", *_BACKENDS)
 
 

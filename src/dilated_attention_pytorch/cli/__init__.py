@@ -10,8 +10,6 @@ _EXTRAS = ("typer", "rich", "matplotlib")
 
 def main() -> None:
     """Run the command line; what goes wrong outside the program is one sentence and an exit code, never a traceback."""
-    # PyTorch's profiler, which measures memory on a CPU, logs its start and stop. This is above its highest log level.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
         from dilated_attention_pytorch.cli.app import app
 

@@ -1,0 +1,202 @@
+"""Dilated attention on one GPU against dense cuDNN attention: time, rate, memory, error.
+
+    PYTHONPATH=src python3 benchmarks/gpu.py [--only paper,gigapath] [--backends auto,sdpa,triton] [--out FILE]
+
+``x dense`` is the rate over that of dense cuDNN attention of the same head size, type and causality at the typical tile
+length L = w / r, measured in the same run. Forward FLOPs are 4 D per pair, backward 2.5 times that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch import Dilated, attention, attention_weights
+from dilated_attention_pytorch.measure import peak_extra_bytes
+from dilated_attention_pytorch.plan import compile_plan
+
+GPU = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Setting:
+    pattern: Dilated
+    n: int
+    heads: int
+    head_dim: int
+    dense_length: int
+    causal: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+PAPER = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
+WIDE = Dilated([2048, 8192, 32768, 131072, 524288], [1, 4, 16, 64, 256])
+GIGAPATH = Dilated([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
+SHORT = Dilated([2048, 4096, 8192], [1, 2, 4])
+SETTINGS = {
+    "paper": Setting(PAPER, 2**20, 12, 64, 2048),
+    "paper causal": Setting(PAPER, 2**20, 12, 64, 2048, causal=True),
+    "wide": Setting(WIDE, 2**19, 16, 128, 2048),
+    "wide causal": Setting(WIDE, 2**19, 16, 128, 2048, causal=True),
+    "gigapath": Setting(GIGAPATH, 2**17, 16, 48, 4096),
+    "gigapath 16k": Setting(GIGAPATH, 2**14, 16, 48, 2048),
+    "short": Setting(SHORT, 8192, 12, 64, 2048),
+    "paper fp16": Setting(PAPER, 2**18, 12, 64, 2048, dtype=torch.float16),
+    "paper float32": Setting(PAPER, 2**16, 12, 64, 2048, dtype=torch.float32),
+    "tiles of 1024": Setting(Dilated([1024, 4096], [1, 4]), 2**18, 16, 128, 1024),
+    "tiles of 512": Setting(Dilated([512, 2048], [1, 4]), 2**18, 16, 128, 512),
+}
+
+
+def tensors(s: Setting, batch: int = 1, n: int | None = None) -> list[torch.Tensor]:
+    shape = (batch, s.n if n is None else n, s.heads, s.head_dim)
+    return [torch.randn(shape, device=GPU, dtype=s.dtype).requires_grad_() for _ in range(3)]
+
+
+def milliseconds(call, repeats: int = 7) -> float:
+    """The median of events around single calls, after two that are not counted."""
+    for _ in range(2):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return sorted(times)[len(times) // 2]
+
+
+def graph_milliseconds(call) -> float:
+    """Replays of a CUDA graph: without the cost of launching from Python."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    torch.cuda.synchronize()
+    return milliseconds(graph.replay)
+
+
+def forward_and_backward(function, inputs) -> tuple[float, float]:
+    with torch.no_grad():
+        forward = milliseconds(lambda: function(*inputs))
+    out = function(*inputs)
+    dout = torch.randn_like(out)
+    backward = milliseconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
+    return forward, backward
+
+
+def dense_rates(s: Setting) -> tuple[float, float]:
+    """TFLOP/s of dense attention at the typical tile length, enough of it to fill the GPU."""
+    batch = max(1, 2**17 // s.dense_length)
+
+    def dense(q, k, v):
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        kernel = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
+        if s.dtype == torch.float32:
+            kernel = torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION
+        with torch.nn.attention.sdpa_kernel(kernel):
+            return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=s.causal).transpose(1, 2)
+
+    flops = batch * s.heads * s.head_dim * 4 * s.dense_length**2 / (2 if s.causal else 1)
+    forward, backward = forward_and_backward(dense, tensors(s, batch, s.dense_length))
+    return flops / forward / 1e9, 2.5 * flops / backward / 1e9
+
+
+def error(s: Setting, inputs, out) -> float:
+    """The largest relative error of a few rows and heads against float64."""
+    rows = torch.tensor([0, 1, s.n // 3, s.n // 2 + 5, s.n - 1], device=GPU)
+    with torch.no_grad():
+        q, k, v = inputs
+        errors = []
+        for r in rows.tolist():
+            weights = attention_weights(q.double(), k.double(), s.pattern, [r], is_causal=s.causal)
+            expected = torch.einsum("bhrm,bmhd->brhd", weights, v.double())
+            errors.append(float((out[:, [r]] - expected).norm() / expected.norm()))
+    return max(errors)
+
+
+def measure(name: str, s: Setting, backend: str) -> dict:
+    run = lambda *x: attention(*x, s.pattern, is_causal=s.causal, backend=backend)  # noqa: E731
+    inputs = tensors(s)
+    plan = compile_plan(s.pattern, s.n, s.heads, is_causal=s.causal)
+    forward, backward = forward_and_backward(run, inputs)
+    with torch.no_grad():
+        out = run(*inputs)
+        extra = peak_extra_bytes(lambda: run(*inputs), GPU)
+    both_extra = peak_extra_bytes(lambda: torch.autograd.grad(run(*inputs), inputs, torch.ones_like(inputs[0])), GPU)
+    row = {
+        "setting": name,
+        "backend": backend,
+        "dtype": str(s.dtype),
+        "forward_ms": forward,
+        "backward_ms": backward,
+        "forward_tflops": plan.flops(s.head_dim) / forward / 1e9,
+        "backward_tflops": plan.flops(s.head_dim, backward=True) / backward / 1e9,
+        "forward_extra_gib": extra / 2**30,
+        "forward_extra_over_output": extra / (out.numel() * out.element_size()),
+        "both_extra_gib": (both_extra - inputs[0].numel() * inputs[0].element_size()) / 2**30,
+    }
+    if s.n <= 2**14:
+        with torch.no_grad():
+            row["forward_graph_ms"] = graph_milliseconds(lambda: run(*inputs))
+    row["relative_error"] = error(s, inputs, out)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="settings, separated by commas")
+    parser.add_argument("--backends", default="auto")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else list(SETTINGS)
+    torch.manual_seed(0)
+    report = {
+        "command": " ".join(["python3", "benchmarks/gpu.py", *sys.argv[1:]]),
+        "gpu": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "library": dilated_attention_pytorch.__version__,
+        "rows": [],
+    }
+    print(
+        "setting          backend   forward ms  TFLOP/s  x dense  backward ms  TFLOP/s  x dense  extra GiB  both GiB  error"
+    )
+    for name in names:
+        s = SETTINGS[name]
+        dense_forward, dense_backward = dense_rates(s)
+        for backend in options.backends.split(","):
+            torch.cuda.empty_cache()
+            row = measure(name, s, backend)
+            row |= {"dense_forward_tflops": dense_forward, "dense_backward_tflops": dense_backward}
+            row["forward_x_dense"] = row["forward_tflops"] / dense_forward
+            row["backward_x_dense"] = row["backward_tflops"] / dense_backward
+            report["rows"].append(row)
+            graph = f" (graph {row['forward_graph_ms']:.3f})" if "forward_graph_ms" in row else ""
+            print(
+                f"{name:16s} {backend:9s} {row['forward_ms']:10.3f}  {row['forward_tflops']:7.0f}  "
+                f"{row['forward_x_dense']:7.3f}  {row['backward_ms']:11.3f}  {row['backward_tflops']:7.0f}  "
+                f"{row['backward_x_dense']:7.3f}  {row['forward_extra_gib']:9.2f}  {row['both_extra_gib']:8.2f}  "
+                f"{row['relative_error']:.1e}{graph}",
+                flush=True,
+            )
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

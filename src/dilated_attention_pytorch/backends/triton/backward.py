@@ -1,0 +1,384 @@
+"""The backward kernels: delta per row, dq by query block, dk and dv by key block. No atomics: one writer per row.
+
+dq and dk/dv each compute the scores again, so that neither needs another program's sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dilated_attention_pytorch.backends.triton.primitives import (
+    LOG2_E,
+    block_offsets,
+    dropout_stream,
+    find_family,
+    kept,
+    load_block,
+    locate,
+    row_offsets,
+)
+
+
+@triton.jit
+def delta_kernel(
+    DOUT,
+    OUT,  # (B, N, H, D), contiguous
+    DLSE,  # (B, H, N), contiguous, if HAS_DLSE
+    DELTA,  # (B, H, N)
+    dout_stride_b,
+    dout_stride_n,
+    dout_stride_h,
+    rows,  # B * N * H
+    N,
+    H,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """delta = dout . out - dlse for every row and head."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < rows
+    sample, n, head = index // (N * H), index // H % N, index % H
+    d = tl.arange(0, BLOCK_D)
+    mask = inside[:, None] & (d < D)[None, :]
+    dout_rows = sample * dout_stride_b + n * dout_stride_n + head * dout_stride_h
+    dout = tl.load(DOUT + dout_rows[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    out = tl.load(OUT + index[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    delta = tl.sum(dout * out, 1)
+    place = (sample * H + head) * N + n
+    if HAS_DLSE:
+        delta -= tl.load(DLSE + place, mask=inside, other=0.0)
+    tl.store(DELTA + place, delta, mask=inside)
+
+
+@triton.jit
+def _store_sum(
+    PARTIAL, OUT, WRITTEN, offsets, mask, place, inside, x, MERGE: tl.constexpr, FINAL: tl.constexpr, MARK: tl.constexpr
+):
+    """Add what earlier launches left (where WRITTEN says so) and store."""
+    if MERGE:
+        there = tl.load(WRITTEN + place, mask=inside, other=0) != 0
+        x += tl.load(PARTIAL + offsets, mask=mask & there[:, None], other=0.0)
+    if FINAL:
+        tl.store(OUT + offsets, x.to(OUT.dtype.element_ty), mask=mask)
+    else:
+        tl.store(PARTIAL + offsets, x, mask=mask)
+    if MARK:
+        tl.store(WRITTEN + place, tl.full(place.shape, 1, tl.int8), mask=inside)
+
+
+@triton.jit
+def _dq_over_keys(
+    dq,
+    q,
+    dout,
+    lse2,
+    delta,
+    k_pointer,
+    v_pointer,
+    k_step,
+    v_step,
+    k_offsets,
+    v_offsets,
+    start,
+    stop,
+    k_rows,
+    rows,
+    causal,
+    scale_log2,
+    stream,
+    q_positions,
+    k_start,
+    stride,
+    threshold,
+    keep_scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    for n in tl.range(start, stop, BLOCK_N):
+        k = load_block(k_pointer + n * k_step, k_offsets, k_rows - n, D, BLOCK_N, BLOCK_D, MASKED)
+        v = load_block(v_pointer + n * v_step, v_offsets, k_rows - n, D, BLOCK_N, BLOCK_D, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        p = tl.math.exp2(s * scale_log2 - lse2[:, None])
+        columns = n + tl.arange(0, BLOCK_N)
+        if MASKED:
+            visible = (columns < k_rows)[None, :] & ((columns[None, :] <= rows[:, None]) | (not causal))
+            p = tl.where(visible, p, 0.0)
+        dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        if DROPOUT:
+            keep = kept(stream, q_positions[:, None], (k_start + columns * stride)[None, :], threshold)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def dq_kernel(
+    Q,
+    K,
+    V,
+    DOUT,
+    LSE,
+    DELTA,
+    PARTIAL,
+    DQ,
+    WRITTEN,  # (B, H, N) int8: PARTIAL holds a sum
+    TABLE,
+    SEED,
+    families,
+    q_stride_b,
+    q_stride_n,
+    q_stride_h,
+    k_stride_b,
+    k_stride_n,
+    k_stride_h,
+    v_stride_b,
+    v_stride_n,
+    v_stride_h,
+    dout_stride_b,
+    dout_stride_n,
+    dout_stride_h,
+    N,
+    H,
+    group,
+    q_shift,
+    scale_log2,
+    scale,
+    threshold,
+    keep_scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MERGE: tl.constexpr,
+    FINAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq of one block of query rows: ``scale * sum_j p_ij (dp_ij - delta_i) k_j``."""
+    program = tl.program_id(0)
+    row = find_family(TABLE, families, program)
+    block, member, key_head, sample, q_start, q_rows, k_start, k_rows, stride, causal = locate(
+        row, program, group, BLOCK_M, False
+    )
+    head = key_head * group + member
+    first = block * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    inside = rows < q_rows
+    first_row = q_start + first * stride
+    place = (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M)
+
+    q_step = stride * q_stride_n
+    dout_step = stride * dout_stride_n
+    q_pointer = Q + sample * q_stride_b + (q_start + first * stride) * q_stride_n + head * q_stride_h
+    dout_pointer = DOUT + sample * dout_stride_b + (q_start + first * stride) * dout_stride_n + head * dout_stride_h
+    q = load_block(q_pointer, block_offsets(q_step, BLOCK_M, BLOCK_D), q_rows - first, D, BLOCK_M, BLOCK_D, True)
+    dout = load_block(dout_pointer, block_offsets(dout_step, BLOCK_M, BLOCK_D), q_rows - first, D, BLOCK_M, BLOCK_D, True)
+    # rows behind the tile: p = exp2(0 - inf) = 0
+    lse2 = tl.load(LSE + place, mask=inside, other=float("inf")) * LOG2_E
+    delta = tl.load(DELTA + place, mask=inside, other=0.0)
+    k_step = stride * k_stride_n
+    v_step = stride * v_stride_n
+    k_pointer = K + sample * k_stride_b + k_start * k_stride_n + key_head * k_stride_h
+    v_pointer = V + sample * v_stride_b + k_start * v_stride_n + key_head * v_stride_h
+    k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D)
+    v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D)
+    stream = tl.full([], 0, tl.uint32)
+    q_positions = q_start + q_shift + rows * stride
+    if DROPOUT:
+        stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
+
+    seen = tl.where(causal, tl.minimum(first + BLOCK_M, k_rows), k_rows)
+    whole = tl.where(causal, tl.minimum(first, k_rows), k_rows) // BLOCK_N * BLOCK_N
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq = _dq_over_keys(
+        dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
+        causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
+        D, BLOCK_D, BLOCK_N, False, DROPOUT, PRECISION,
+    )  # fmt: skip
+    dq = _dq_over_keys(
+        dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
+        causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
+        D, BLOCK_D, BLOCK_N, True, DROPOUT, PRECISION,
+    )  # fmt: skip
+    start = ((sample * N + first_row) * H + head) * D
+    offsets = block_offsets(stride * H * D, BLOCK_M, BLOCK_D)
+    mask = inside[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    _store_sum(PARTIAL + start, DQ + start, WRITTEN, offsets, mask, place, inside, dq * scale, MERGE, FINAL, True)
+
+
+@triton.jit
+def _dkv_over_queries(
+    dk,
+    dv,
+    k,
+    v,
+    q_pointer,
+    dout_pointer,
+    lse_pointer,
+    delta_pointer,
+    q_step,
+    dout_step,
+    q_offsets,
+    dout_offsets,
+    start,
+    first_blocks,
+    then,
+    blocks,
+    q_rows,
+    columns,
+    causal,
+    scale_log2,
+    stream,
+    q_position,
+    k_positions,
+    stride,
+    threshold,
+    keep_scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Sum over ``first_blocks`` blocks of query rows from ``start`` and ``blocks`` blocks from ``then``."""
+    offsets = row_offsets(stride, BLOCK_M)
+    for index in tl.range(0, first_blocks + blocks):
+        m = tl.where(index < first_blocks, start + index * BLOCK_M, then + (index - first_blocks) * BLOCK_M)
+        q = load_block(q_pointer + m * q_step, q_offsets, q_rows - m, D, BLOCK_M, BLOCK_D, MASKED)
+        rows = m + tl.arange(0, BLOCK_M)
+        if MASKED:
+            lse = tl.load(lse_pointer + m * stride + offsets, mask=rows < q_rows, other=float("inf"))
+            delta = tl.load(delta_pointer + m * stride + offsets, mask=rows < q_rows, other=0.0)
+        else:
+            lse = tl.load(lse_pointer + m * stride + offsets)
+            delta = tl.load(delta_pointer + m * stride + offsets)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        p = tl.math.exp2(s * scale_log2 - (lse * LOG2_E)[None, :])
+        if MASKED:
+            p = tl.where((columns[:, None] <= rows[None, :]) | (not causal), p, 0.0)
+        dout = load_block(dout_pointer + m * dout_step, dout_offsets, q_rows - m, D, BLOCK_M, BLOCK_D, MASKED)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        if DROPOUT:
+            keep = kept(stream, (q_position + rows * stride)[None, :], k_positions[:, None], threshold)
+            dv = tl.dot(tl.where(keep, p * keep_scale, 0.0).to(dout.dtype), dout, dv, input_precision=PRECISION)
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        else:
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def dkv_kernel(
+    Q,
+    K,
+    V,
+    DOUT,
+    LSE,
+    DELTA,
+    DK_PARTIAL,
+    DV_PARTIAL,
+    DK,
+    DV,
+    WRITTEN,  # (B, G, M) int8: the partial tensors hold a sum
+    TABLE,
+    SEED,
+    families,
+    q_stride_b,
+    q_stride_n,
+    q_stride_h,
+    k_stride_b,
+    k_stride_n,
+    k_stride_h,
+    v_stride_b,
+    v_stride_n,
+    v_stride_h,
+    dout_stride_b,
+    dout_stride_n,
+    dout_stride_h,
+    N,
+    M,
+    H,
+    G,
+    group,
+    q_shift,
+    scale_log2,
+    scale,
+    threshold,
+    keep_scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MERGE: tl.constexpr,
+    FINAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk and dv of one block of key rows, summed over the query rows that see it and the query heads of its group."""
+    program = tl.program_id(0)
+    row = find_family(TABLE, families, program)
+    block, _, key_head, sample, q_start, q_rows, k_start, k_rows, stride, causal = locate(
+        row, program, group, BLOCK_N, True
+    )
+    first = block * BLOCK_N
+    columns = first + tl.arange(0, BLOCK_N)
+    inside = columns < k_rows
+
+    k_step = stride * k_stride_n
+    v_step = stride * v_stride_n
+    k_pointer = K + sample * k_stride_b + (k_start + first * stride) * k_stride_n + key_head * k_stride_h
+    v_pointer = V + sample * v_stride_b + (k_start + first * stride) * v_stride_n + key_head * v_stride_h
+    k = load_block(k_pointer, block_offsets(k_step, BLOCK_N, BLOCK_D), k_rows - first, D, BLOCK_N, BLOCK_D, True)
+    v = load_block(v_pointer, block_offsets(v_step, BLOCK_N, BLOCK_D), k_rows - first, D, BLOCK_N, BLOCK_D, True)
+    q_step = stride * q_stride_n
+    dout_step = stride * dout_stride_n
+    q_offsets = block_offsets(q_step, BLOCK_M, BLOCK_D)
+    dout_offsets = block_offsets(dout_step, BLOCK_M, BLOCK_D)
+    k_positions = k_start + columns * stride
+
+    # Masked are the blocks of query rows that cross the diagonal, from row `begin` on, and the one that the tile's end cuts.
+    # Between them, from row `clear` to row `end`, all rows see all of this block's keys.
+    begin = tl.where(causal, first // BLOCK_M * BLOCK_M, 0)
+    clear = tl.where(causal, (first + BLOCK_N + BLOCK_M - 1) // BLOCK_M * BLOCK_M, 0)
+    end = tl.maximum(q_rows // BLOCK_M * BLOCK_M, tl.minimum(clear, q_rows))
+    crossing = (tl.minimum(clear, q_rows) - begin + BLOCK_M - 1) // BLOCK_M
+    cut = tl.where(end < q_rows, 1, 0)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for member in tl.range(0, group):
+        head = key_head * group + member
+        q_pointer = Q + sample * q_stride_b + q_start * q_stride_n + head * q_stride_h
+        dout_pointer = DOUT + sample * dout_stride_b + q_start * dout_stride_n + head * dout_stride_h
+        statistics = (sample * H + head) * N + q_start
+        stream = tl.full([], 0, tl.uint32)
+        if DROPOUT:
+            stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
+        dk, dv = _dkv_over_queries(
+            dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
+            dout_offsets, begin, crossing, end, cut, q_rows, columns, causal, scale_log2, stream, q_start + q_shift,
+            k_positions, stride, threshold, keep_scale, D, BLOCK_D, BLOCK_M, True, DROPOUT, PRECISION,
+        )  # fmt: skip
+        dk, dv = _dkv_over_queries(
+            dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
+            dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_rows, columns, causal, scale_log2, stream,
+            q_start + q_shift, k_positions, stride, threshold, keep_scale,
+            D, BLOCK_D, BLOCK_M, False, DROPOUT, PRECISION,
+        )  # fmt: skip
+    first_row = k_start + first * stride
+    start = ((sample * M + first_row) * G + key_head) * D
+    offsets = block_offsets(stride * G * D, BLOCK_N, BLOCK_D)
+    mask = inside[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    place = (sample * G + key_head) * M + first_row + row_offsets(stride, BLOCK_N)
+    _store_sum(DV_PARTIAL + start, DV + start, WRITTEN, offsets, mask, place, inside, dv, MERGE, FINAL, False)
+    _store_sum(DK_PARTIAL + start, DK + start, WRITTEN, offsets, mask, place, inside, dk * scale, MERGE, FINAL, True)

@@ -1,0 +1,57 @@
+"""Block sizes, warps and stages of the kernels: a frozen table, by head size and element size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How a kernel is cut: rows of queries and keys per block, warps per program, depth of the load pipeline."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Configs:
+    """One configuration per kernel."""
+
+    forward: Config
+    dq: Config
+    dkv: Config
+
+
+# Keyed by (bytes per element, padded head size); the smallest padded head size that fits is taken.
+_HOPPER = {
+    (2, 64): Configs(Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(64, 128, 8, 3)),
+    (2, 128): Configs(Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 128, 8, 2)),
+    (2, 256): Configs(Config(64, 64, 8, 2), Config(64, 32, 8, 1), Config(32, 64, 8, 1)),
+    (4, 64): Configs(Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 2)),
+    (4, 128): Configs(Config(64, 32, 8, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    (4, 256): Configs(Config(32, 32, 8, 1), Config(32, 16, 8, 1), Config(16, 32, 8, 1)),
+}
+# Less shared memory: Ampere and Ada.
+_OTHER = {
+    (2, 64): Configs(Config(128, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    (2, 128): Configs(Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 2)),
+    (2, 256): Configs(Config(64, 32, 8, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    (4, 64): Configs(Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    (4, 128): Configs(Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 32, 4, 1)),
+    (4, 256): Configs(Config(16, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+}
+
+
+def padded(head_dim: int) -> int:
+    """The head size of a block: a power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def configs(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> Configs:
+    """The configurations for a GPU, an element type and a head size."""
+    table = _HOPPER if capability[0] == 9 else _OTHER
+    return table[dtype.itemsize, max(64, padded(head_dim))]

@@ -1,0 +1,112 @@
+"""What the kernels share: finding a program's tile, dropout, block loads.
+
+Names: ``m`` counts query rows and ``n`` key rows of a tile, ``d`` the head size; ``lse2`` is in base 2. Row numbers of
+tensors and pointers are int64, row numbers within a tile int32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+COLUMNS = tl.constexpr(16)  # of a launch table, see tables.COLUMNS
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def find_family(table, families, program):
+    """The row of the table whose programs contain this one: the last whose first program is not larger."""
+    low = families * 0
+    high = families - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        first = tl.load(table + middle * COLUMNS)
+        low = tl.where(first <= program, middle, low)
+        high = tl.where(first <= program, high, middle - 1)
+    return table + low * COLUMNS
+
+
+@triton.jit
+def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
+    """Which block of which head, tile and sample a program computes.
+
+    A family of 2 samples, 3 tiles, 4 heads and 5 blocks has 120 programs; program 119 is the first block (blocks count
+    backwards: under causality the last one is the longest) of head 3 of tile 2 of sample 1.
+    """
+    index = program - tl.load(row)
+    rows = tl.load(row + (11 if BY_KEYS else 9))
+    blocks = (rows + BLOCK - 1) // BLOCK
+    # Under causality the last query block and the first key block have the most work: they go first.
+    block = index % blocks if BY_KEYS else blocks - 1 - index % blocks
+    index = index // blocks
+    member = index * 0
+    if not BY_KEYS:
+        member = index % group
+        index = index // group
+    heads = tl.load(row + 4)
+    a = index % heads
+    index = index // heads
+    tiles = tl.load(row + 2)
+    tile = index % tiles
+    sample = tl.load(row + 1) + index // tiles
+    key_head = tl.load(row + 5) + a * tl.load(row + 6)
+    shift = tile * tl.load(row + 3) + a * tl.load(row + 7)
+    q_start = tl.load(row + 8) + shift
+    k_start = tl.load(row + 10) + shift
+    q_rows = tl.load(row + 9).to(tl.int32)
+    k_rows = tl.load(row + 11).to(tl.int32)
+    stride = tl.load(row + 12)
+    causal = tl.load(row + 13) != 0
+    return block.to(tl.int32), member, key_head, sample, q_start, q_rows, k_start, k_rows, stride, causal
+
+
+@triton.jit
+def row_offsets(step, BLOCK: tl.constexpr):
+    """Offsets of consecutive rows of a tile in a vector of one number per row."""
+    return tl.arange(0, BLOCK) * step.to(tl.int32)
+
+
+@triton.jit
+def block_offsets(step, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Element offsets (BLOCK, BLOCK_D) of consecutive rows of a tile; a block spans less than 2**31 elements."""
+    return tl.arange(0, BLOCK)[:, None] * step.to(tl.int32) + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def load_block(pointer, offsets, rows_left, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, CUT: tl.constexpr):
+    """A block of rows, zero behind the ``rows_left`` (only if CUT) and behind the head size."""
+    if CUT:
+        mask = (tl.arange(0, BLOCK) < rows_left)[:, None]
+        if D < BLOCK_D:
+            mask = mask & (tl.arange(0, BLOCK_D) < D)[None, :]
+        return tl.load(pointer + offsets, mask=mask, other=0.0)
+    elif D < BLOCK_D:
+        return tl.load(pointer + offsets, mask=(tl.arange(0, BLOCK_D) < D)[None, :], other=0.0)
+    else:
+        return tl.load(pointer + offsets)
+
+
+@triton.jit
+def mix(x):
+    """The 32-bit finaliser of MurmurHash3, see dropout.mix."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def dropout_stream(seed_pointer, sample, head, branch):
+    """The part of the hash that is the same for a whole tile."""
+    seed = tl.load(seed_pointer).to(tl.uint64)
+    stream = mix(mix(seed.to(tl.uint32)) + (seed >> 32).to(tl.uint32))
+    return mix(mix(mix(stream + sample.to(tl.uint32)) + head.to(tl.uint32)) + branch.to(tl.uint32))
+
+
+@triton.jit
+def kept(stream, i, j, threshold):
+    """Which pairs dropout keeps, for positions ``i`` and ``j`` that broadcast: see dropout.words."""
+    row = mix(stream + i.to(tl.uint32) * 0x9E3779B1)
+    other = mix(row ^ 0x7F4A7C15)
+    word = mix(mix(row ^ (j.to(tl.uint32) * 0x85157AF5)) + other)
+    return word >= threshold.to(tl.uint32)
