@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+# Triton reads this when a kernel is defined; on a GPU its kernels are compiled.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")

@@ -5,6 +5,7 @@ Everything the library computes is compared with this.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -39,6 +40,7 @@ def zero_keys(branch: tuple[int, int], o: int, i: int, length: int) -> int:
     return sum(t % r == o for t in range(rows, math.ceil(min(w, length) / r) * r))
 
 
+@functools.cache
 def multiplicities(pattern, n: int, m: int, heads: int, key_heads: int, causal: bool) -> Tensor:
     """(H, N, M) for queries that are the last n of m positions."""
     group = heads // key_heads
@@ -78,6 +80,47 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern, *, is_causal=False, scal
         out[:, meets, h] = p @ v[:, :, h // group]
         lse[:, h, meets] = padded.logsumexp(-1)
     return out, lse
+
+
+def rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What rounding to a type costs at this magnitude: the measure of flash-attention's own tests."""
+    x = x.to(dtype)
+    return ((x + 0.3 - 0.3) - x).abs().max().double()
+
+
+def assert_rounding_only(actual, yardstick, exact, dtype: torch.dtype) -> None:
+    """out, lse, dq, dk, dv: at most twice the error of plain attention in the same type against float64, plus rounding.
+
+    The errors compared are root mean squares over all elements; the largest single error, which scatters more, may be four
+    times that of plain attention.
+    """
+    for name, a, y, e in zip(("out", "lse", "dq", "dk", "dv"), actual, yardstick, exact, strict=True):
+        a, y, e = (x.detach().double().cpu() for x in (a, y, e))
+        empty = e == -math.inf
+        assert torch.equal(a == -math.inf, empty), f"{name}: other rows are empty"
+        a, y, e = (x.masked_fill(empty, 0.0) for x in (a, y, e))
+        if e.numel():
+            typical = lambda x: x.square().mean().sqrt()  # noqa: E731
+            error, allowed = typical(a - e), 2 * typical(y - e) + torch.finfo(dtype).eps * typical(e) / 2
+            assert error <= allowed, f"{name}: typical error {error:.2e}, allowed {allowed:.2e}"
+            error, allowed = (a - e).abs().max(), 4 * (y - e).abs().max() + 2 * rounding(e, dtype)
+            assert error <= allowed, f"{name}: largest error {error:.2e}, allowed {allowed:.2e}"
+
+
+def plain(pattern, causal: bool):
+    """Eager dense attention with the bias log(multiplicity) in the type of its inputs: the yardstick of rounding."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        (n, heads, d), (m, key_heads) = q.shape[1:], k.shape[1:3]
+        count = multiplicities(pattern, n, m, heads, key_heads, causal).to(q.device)
+        k, v = (x.repeat_interleave(heads // key_heads, 2) for x in (k, v))
+        empty = (count == 0).all(-1, keepdim=True)
+        bias = count.log().masked_fill(empty, 0.0).to(q.dtype)
+        s = torch.einsum("bnhd,bmhd->bhnm", q, k) * d**-0.5 + bias
+        out = torch.einsum("bhnm,bmhd->bnhd", s.softmax(-1).masked_fill(empty, 0.0), v)
+        return out, s.logsumexp(-1).masked_fill(empty[..., 0], -math.inf)
+
+    return call
 
 
 def grads(outputs, inputs, cotangents) -> tuple[Tensor, ...]:

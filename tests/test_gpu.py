@@ -32,45 +32,28 @@ def run(call, q, k, v, dout, dlse):
     return [x.detach() for x in (out, lse, *oracle.grads((out, lse), inputs, (dout.to(out), dlse.to(lse))))]
 
 
-def plain(pattern, causal):
-    """Eager dense attention with the bias log(multiplicity), in the type of its inputs: the yardstick of rounding."""
-
-    def call(q, k, v):
-        (n, heads, d), (m, key_heads) = q.shape[1:], k.shape[1:3]
-        count = oracle.multiplicities(pattern, n, m, heads, key_heads, causal).to(q.device)
-        k, v = (x.repeat_interleave(heads // key_heads, 2) for x in (k, v))
-        empty = (count == 0).all(-1, keepdim=True)
-        bias = count.log().masked_fill(empty, 0.0).to(q.dtype)
-        s = torch.einsum("bnhd,bmhd->bhnm", q, k) * d**-0.5 + bias
-        out = torch.einsum("bhnm,bmhd->bnhd", s.softmax(-1).masked_fill(empty, 0.0), v)
-        return out, s.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
-
-    return call
-
-
-def check(actual, yardstick, exact, dtype):
-    for name, a, y, e in zip(("out", "lse", "dq", "dk", "dv"), actual, yardstick, exact, strict=True):
-        a, y, e = (torch.where(x.isinf(), 0.0, x.double().cpu()) for x in (a, y, e))
-        error, allowed = (a - e).abs().max(), 2 * (y - e).abs().max() + torch.finfo(dtype).eps * e.abs().max()
-        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("head_dim", [64, 48, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [
+        (torch.bfloat16, 64),
+        (torch.float16, 80),
+        (torch.float32, 24),
+    ],
+)
 def test_every_kernel(case, causal, dtype, head_dim, monkeypatch):
     pattern, n, m = CASES[case]
-    q, dout = torch.randn(2, 2, n, 8, head_dim, device="cuda", dtype=dtype).unbind(0)
-    k, v = torch.randn(2, 2, m, 4, head_dim, device="cuda", dtype=dtype).unbind(0)
-    dlse = torch.randn(2, 8, n, device="cuda")
+    q, dout = torch.randn(2, 2, n, 4, head_dim, device="cuda", dtype=dtype).unbind(0)
+    k, v = torch.randn(2, 2, m, 2, head_dim, device="cuda", dtype=dtype).unbind(0)
+    dlse = torch.randn(2, 4, n, device="cuda")
     exact = run(
         lambda *x: oracle.attention(*x, pattern, is_causal=causal),
         *(x.double().cpu() for x in (q, k, v, dout)),
         dlse.cpu(),
     )
     yardstick_pattern = Dilated(pattern.segment_lengths, pattern.dilation_rates, pattern.offsets)
-    yardstick = run(plain(yardstick_pattern, causal), q, k, v, dout, dlse)
+    yardstick = run(oracle.plain(yardstick_pattern, causal), q, k, v, dout, dlse)
     if pattern.torchscale_padding:  # the yardstick has no zero keys: compare its own error
         reference = run(
             lambda *x: oracle.attention(*x, yardstick_pattern, is_causal=causal),
@@ -82,7 +65,7 @@ def test_every_kernel(case, causal, dtype, head_dim, monkeypatch):
     def compare(backend: str, name: str) -> None:
         call = lambda *x: attention(*x, pattern, is_causal=causal, backend=backend, return_lse=True)  # noqa: E731
         try:
-            check(run(call, q, k, v, dout, dlse), yardstick, exact, dtype)
+            oracle.assert_rounding_only(run(call, q, k, v, dout, dlse), yardstick, exact, dtype)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
 

@@ -165,7 +165,7 @@ def attention(
         is_causal: a position sees itself and earlier ones only.
         scale: of the scores; ``D ** -0.5`` by default.
         dropout_p: probability of dropping a weight. Whether ``(sample, head, i, j, branch)`` is kept depends on ``seed``
-            and those numbers alone. Only ``backend="reference"`` supports it.
+            and those numbers alone. The backends ``triton`` and ``reference`` support it.
         seed: of dropout; drawn from PyTorch's generator of the query's device if None.
         lengths: (B,), the valid positions at the front of each sample. Its result is what it would be alone; rows behind
             are 0 (lse -inf). On a GPU this waits for the device.
@@ -173,7 +173,7 @@ def attention(
             this waits for the device.
         mixing_gradient: ``"exact"``, or ``"detached"`` to treat the weights of the branches as constants as the paper
             authors' code does.
-        backend: ``"auto"``, ``"sdpa"``, ``"eager"`` or ``"reference"``.
+        backend: ``"auto"`` (the first of the following that can), ``"triton"``, ``"sdpa"``, ``"eager"`` or ``"reference"``.
         return_lse: return ``(out, lse)`` with lse (B, H, N), float32 (float64 for float64 inputs), differentiable.
 
     Returns:

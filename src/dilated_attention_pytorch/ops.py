@@ -125,6 +125,12 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     return (*grads, *(None,) * 9)
 
 
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError(
+        "second derivatives of this backend are not supported; backend='reference' has them, for short sequences"
+    )
+
+
 def _operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Define an operator for every device.
 
@@ -142,3 +148,4 @@ def _operator(name: str, function: Callable[..., Any], fake: Callable[..., Any])
 attend = _operator("attend", _attend, _attend_fake)
 attend_backward = _operator("attend_backward", _attend_backward, _attend_backward_fake)
 torch.library.register_autograd("dilated_attention::attend", _backward, setup_context=_setup_context)
+torch.library.register_autograd("dilated_attention::attend_backward", _no_second_derivative)

@@ -25,4 +25,7 @@ class Request:
         return Request(query.device.type, capability, query.dtype, query.shape[-1], dropout_p)
 
 
-DROPOUT_REASON = "dropout is not supported (dropout_p = {p}); use backend='triton' on a GPU, backend='reference' for short sequences, or dropout_p=0"
+DROPOUT_REASON = (
+    "dropout is not supported (dropout_p = {p}); use backend='triton' on a GPU, backend='reference' for short sequences, "
+    "or dropout_p=0"
+)

@@ -32,7 +32,14 @@ def _cpu_backward(
     return dq, dk, dv
 
 
+def _as_forward_returns_it(out: Tensor) -> Tensor:
+    """The same values in the layout of an operator's own output: (U, rows, heads, D) in memory."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    if q.shape[2] == k.shape[2] == 1:  # cuDNN refuses this one shape
+        return _flash_forward(q, k, v, causal, scale)
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
     return out, lse.reshape(q.shape[:-1])
 
@@ -40,9 +47,14 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if q.shape[2] == k.shape[2] == 1:
+        return _flash_backward(dout, q, k, v, out, lse, causal, scale)
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    # PyTorch keeps compiled cuDNN graphs by the strides of q, k and v alone. So those of dout and out must follow from the
+    # shape: with others, a graph made for an earlier call is used, and the gradients are wrong without an error.
+    dout = _as_forward_returns_it(dout)
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse.contiguous().unsqueeze(-1), no_seed, no_seed, None, None, None,
+        dout, q, k, v, _as_forward_returns_it(out), lse.contiguous().unsqueeze(-1), no_seed, no_seed, None, None, None,
         q.shape[2], k.shape[2], 0.0, causal, scale=scale,
     )  # fmt: skip
     return dq, dk, dv
@@ -75,7 +87,19 @@ def _efficient_backward(
     # The operator wants rows of lse padded to whole warps.
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        dout, q, k, v, None, out, padded, no_seed, no_seed, 0.0, [True, True, True, False], causal, scale=scale
+        dout,
+        q,
+        k,
+        v,
+        None,
+        _as_forward_returns_it(out),
+        padded,
+        no_seed,
+        no_seed,
+        0.0,
+        [True, True, True, False],
+        causal,
+        scale=scale,
     )
     return dq, dk, dv
 

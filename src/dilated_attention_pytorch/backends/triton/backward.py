@@ -347,7 +347,7 @@ def dkv_kernel(
     dout_offsets = block_offsets(dout_step, BLOCK_M, BLOCK_D)
     k_positions = k_start + columns * stride
 
-    # Masked are the blocks of query rows that cross the diagonal, from row `begin` on, and the one that the tile's end cuts.
+    # Masked are the blocks of query rows that cross the diagonal, from row `begin` on, and the one the tile's end cuts.
     # Between them, from row `clear` to row `end`, all rows see all of this block's keys.
     begin = tl.where(causal, first // BLOCK_M * BLOCK_M, 0)
     clear = tl.where(causal, (first + BLOCK_N + BLOCK_M - 1) // BLOCK_M * BLOCK_M, 0)

@@ -28,8 +28,8 @@ class Configs:
 
 # Keyed by (bytes per element, padded head size); the smallest padded head size that fits is taken.
 _HOPPER = {
-    (2, 64): Configs(Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(64, 128, 8, 3)),
-    (2, 128): Configs(Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 128, 8, 2)),
+    (2, 64): Configs(Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+    (2, 128): Configs(Config(128, 128, 8, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
     (2, 256): Configs(Config(64, 64, 8, 2), Config(64, 32, 8, 1), Config(32, 64, 8, 1)),
     (4, 64): Configs(Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 2)),
     (4, 128): Configs(Config(64, 32, 8, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
