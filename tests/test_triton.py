@@ -9,8 +9,6 @@ import torch
 
 import oracle
 from dilated_attention_pytorch import Dilated, attention
-from dilated_attention_pytorch.plan import compile_plan
-from dilated_attention_pytorch.spans import spans
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,31 +124,63 @@ def test_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(("n", "m"), [(100, 100), (17, 100)])
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize(
+    ("n", "m", "lengths"), [(100, 100, None), (17, 100, None), (100, 100, (100, 63)), (17, 100, (97, 84))]
+)
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_row_has_one_writer_per_launch(n, m, causal):
-    """No atomics: within a launch, no two tiles share a row of dq, nor of dk and dv."""
-    from dilated_attention_pytorch.backends.triton.tables import launches
+@pytest.mark.parametrize("rates", [[1, 3, 2], [2, 3, 4]])
+def test_every_row_has_one_writer_and_every_part_one_reader(n, m, lengths, causal, rates, by_keys):
+    """The tables alone: no two tiles of a launch write one row, and parts are found where they were written."""
+    from dilated_attention_pytorch.backends.triton.tables import COLUMNS, work
+    from dilated_attention_pytorch.problem import Problem
 
-    pattern = Dilated([16, 50, 1000], [1, 3, 2])
-    found = list(spans(2, n, m, [m, m - 11], None))
-    plans = [(s, compile_plan(pattern, s.length, 3, is_causal=causal, queries=s.positions)) for s in found]
-    steps = launches(plans)
-    assert [step.rate for step in steps] == sorted((step.rate for step in steps), reverse=True)
-    for step in steps:
-        queries, keys = [], []
-        for p in step.families:
-            f = p.family
-            for b in range(p.first_sample, p.first_sample + p.samples):
-                for t in range(f.tiles):
-                    for a, g in enumerate(f.key_heads):
-                        shift = t * f.tile_step + a * f.head_row_step
-                        queries += [(b, g, p.q_start + shift + x * f.row_stride) for x in range(f.q_rows)]
-                        keys += [(b, g, p.k_start + shift + x * f.row_stride) for x in range(f.k_rows)]
-        assert len(set(queries)) == len(queries)
-        assert len(set(keys)) == len(keys)
-        assert all(0 <= row < n for _, _, row in queries)
-        assert all(0 <= row < m for _, _, row in keys)
+    pattern = Dilated([16, 50, 1000], rates)
+    problem = Problem(pattern, causal, 2, n, m, 3, 3, lengths, None)
+    todo = work(problem, block=32, by_keys=by_keys, device=torch.device("cpu"))
+
+    def tiles(table):
+        for values in table.tolist():
+            c = dict(zip(COLUMNS, values, strict=True))
+            span, _ = problem.plans()[c["sequence"]]
+            for b in range(span.samples.stop - span.samples.start):
+                for t in range(c["tiles"]):
+                    for a in range(c["heads"]):
+                        yield c, b, t, a
+
+    side, total = ("k", m) if by_keys else ("q", n)
+    results, parts = [], {}
+    for c, b, t, a in tiles(todo.final):
+        shift = t * c["tile_step"] + a * c["head_row_step"]
+        g = c["first_head"] + a * c["head_step"]
+        for x in range(c[f"{side}_rows"]):
+            results.append((c["first_sample"] + b, g, c[f"{side}_start"] + shift + x * c["row_stride"]))
+    assert len(set(results)) == len(results)
+    assert all(0 <= row < total for _, _, row in results)
+    for c, b, t, a in tiles(todo.parts):
+        shift = t * c["tile_step"] + a * c["head_row_step"]
+        g = c["first_head"] + a * c["head_step"]
+        segment = (b * 3 + g) * c["segments"] + c["first_segment"] + t
+        for x in range(c[f"{side}_rows"]):
+            place = c["part_base"] + segment * c["capacity"] + c["first_row_of_segment"] + x
+            assert place not in parts
+            row = c[f"{side}_start"] + shift + x * c["row_stride"]
+            parts[place] = (c["sequence"], b, g, row + c["to_position"])
+    assert all(0 <= place < todo.part_rows for place in parts)
+    found = 0
+    for s, (span, plan) in enumerate(problem.plans()):
+        for b in range(span.samples.stop - span.samples.start):
+            for g in range(3):
+                for i in plan.keys if by_keys else plan.queries:
+                    for p in range(todo.groups):
+                        base, segments, capacity, w, r = todo.layout[s * todo.groups + p].tolist()
+                        number, rest = divmod(i % w - int(todo.offsets[p, g]), r)
+                        if number >= 0 and rest == 0:
+                            place = base + ((b * 3 + g) * segments + i // w) * capacity + number
+                            assert parts.get(place, (s, b, g, i)) == (s, b, g, i)
+                            assert place in parts or not todo.complete
+                            found += place in parts
+    assert found == len(parts)
 
 
 def test_refusals():

@@ -15,22 +15,8 @@ from dilated_attention_pytorch import tiles
 from dilated_attention_pytorch.backends import eager, sdpa
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.merge import accumulate_dtype
-from dilated_attention_pytorch.patterns import Dilated
-from dilated_attention_pytorch.plan import Plan, compile_plan
-from dilated_attention_pytorch.spans import Span, host_cu_seqlens, host_lengths, spans
+from dilated_attention_pytorch.problem import Problem
 from dilated_attention_pytorch.tiles import TileKernel
-
-
-def _plans(
-    query: Tensor, key: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, pattern: str, is_causal: bool
-) -> list[tuple[Span, Plan]]:
-    batch, n, m = query.shape[0], query.shape[1], key.shape[1]
-    found = spans(batch, n, m, host_lengths(lengths, m), host_cu_seqlens(cu_seqlens, m))
-    decoded = Dilated.from_spec(pattern)
-    return [
-        (span, compile_plan(decoded, span.length, key.shape[2], is_causal=is_causal, queries=span.positions))
-        for span in found
-    ]
 
 
 def _tile_kernel(backend: str, query: Tensor) -> TileKernel:
@@ -59,13 +45,13 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))`` of a dilated pattern."""
     query, key, value = map(_rows_contiguous, (query, key, value))
-    plans = _plans(query, key, lengths, cu_seqlens, pattern, is_causal)
+    problem = Problem.of(query, key, pattern, is_causal, lengths, cu_seqlens)
     if backend == "triton":
         from dilated_attention_pytorch.backends.triton import run  # imports triton
 
-        return run.forward(plans, query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
+        return run.forward(problem, query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
     assert dropout_p == 0.0, "refused by why_not"
-    return tiles.forward(plans, query, key, value, scale=scale, kernel=_tile_kernel(backend, query))
+    return tiles.forward(problem, query, key, value, scale=scale, kernel=_tile_kernel(backend, query))
 
 
 def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -94,13 +80,13 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``: each tile's ordinary backward is its exact share."""
     query, key, value, dout = map(_rows_contiguous, (query, key, value, dout))
-    plans = _plans(query, key, lengths, cu_seqlens, pattern, is_causal)
+    problem = Problem.of(query, key, pattern, is_causal, lengths, cu_seqlens)
     tensors = (dout, dlse, query, key, value, out, lse)
     if backend == "triton":
         from dilated_attention_pytorch.backends.triton import run  # imports triton
 
-        return run.backward(plans, *tensors, scale=scale, dropout_p=dropout_p, seed=seed, detach_mixing=detach_mixing)
-    return tiles.backward(plans, *tensors, scale=scale, detach_mixing=detach_mixing, kernel=_tile_kernel(backend, query))
+        return run.backward(problem, *tensors, scale=scale, dropout_p=dropout_p, seed=seed, detach_mixing=detach_mixing)
+    return tiles.backward(problem, *tensors, scale=scale, detach_mixing=detach_mixing, kernel=_tile_kernel(backend, query))
 
 
 def _attend_backward_fake(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -31,7 +31,7 @@ class Span:
         return range(self.length - (self.queries.stop - self.queries.start), self.length)
 
 
-def spans(batch: int, n: int, m: int, lengths: list[int] | None, cu_seqlens: list[int] | None) -> Iterator[Span]:
+def spans(batch: int, n: int, m: int, lengths: Sequence[int] | None, cu_seqlens: Sequence[int] | None) -> Iterator[Span]:
     """The non-empty sequences of a batch of ``n`` query rows and ``m`` key rows.
 
     >>> [(s.samples, s.queries) for s in spans(3, 5, 5, [4, 4, 0], None)]
@@ -55,17 +55,17 @@ def spans(batch: int, n: int, m: int, lengths: list[int] | None, cu_seqlens: lis
         yield Span(every, slice(0, n), slice(0, m))
 
 
-def host_lengths(lengths: Tensor | None, m: int) -> list[int] | None:
+def host_lengths(lengths: Tensor | None, m: int) -> tuple[int, ...] | None:
     """The lengths as integers, checked; this waits for a GPU."""
     if lengths is None:
         return None
     values = [int(x) for x in lengths.tolist()]
     if values and (min(values) < 0 or max(values) > m):
         raise ValueError(f"lengths must lie between 0 and the {m} positions of key, got {values}")
-    return values
+    return tuple(values)
 
 
-def host_cu_seqlens(cu_seqlens: Tensor | None, m: int) -> list[int] | None:
+def host_cu_seqlens(cu_seqlens: Tensor | None, m: int) -> tuple[int, ...] | None:
     """The document boundaries as integers, checked; this waits for a GPU."""
     if cu_seqlens is None:
         return None
@@ -75,4 +75,4 @@ def host_cu_seqlens(cu_seqlens: Tensor | None, m: int) -> list[int] | None:
             f"cu_seqlens must rise from 0 to the {m} positions of key (document d is rows cu_seqlens[d] to "
             f"cu_seqlens[d + 1]), got {values}"
         )
-    return values
+    return tuple(values)

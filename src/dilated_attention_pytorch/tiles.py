@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.merge import accumulate_dtype, merge_
 from dilated_attention_pytorch.plan import Plan, TileFamily
+from dilated_attention_pytorch.problem import Problem
 from dilated_attention_pytorch.spans import Span
 
 # A partial result of one kernel call has at most this many elements, or an eighth of the output if that is more.
@@ -127,7 +128,7 @@ def _limit(query: Tensor) -> int:
 
 
 def _accumulate(
-    plans: list[tuple[Span, Plan]], query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: TileKernel
+    plans: tuple[tuple[Span, Plan], ...], query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: TileKernel
 ) -> tuple[Tensor, Tensor]:
     """``out (B, N, H, D)`` and ``lse (B, N, H)``, both in the accumulation type."""
     dtype = accumulate_dtype(query.dtype)
@@ -144,10 +145,10 @@ def _accumulate(
 
 
 def forward(
-    plans: list[tuple[Span, Plan]], query: Tensor, key: Tensor, value: Tensor, *, scale: float, kernel: TileKernel
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, scale: float, kernel: TileKernel
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged."""
-    out, lse_bnh = _accumulate(plans, query, key, value, scale, kernel)
+    out, lse_bnh = _accumulate(problem.plans(), query, key, value, scale, kernel)
     return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
 
 
@@ -171,7 +172,7 @@ def _forward_piece_(
 
 
 def backward(
-    plans: list[tuple[Span, Plan]],
+    problem: Problem,
     dout: Tensor,
     dlse: Tensor | None,
     query: Tensor,
@@ -191,11 +192,10 @@ def backward(
     dlse_bnh = None if dlse is None else dlse.transpose(1, 2).contiguous()
     group = query.shape[2] // key.shape[2]
     # With constant mixing weights, delta comes from the branch's own output, which is computed again.
-    branches = sorted({f.branch for _, plan in plans for f in plan.families}) if detach_mixing else [None]
-    for branch in branches:
-        some, some_out = plans, out
-        if branch is not None:
-            some = [(span, plan.of_branch(branch)) for span, plan in plans]
+    alone = [problem.only(branch) for branch in range(len(problem.pattern.branches))]
+    for part in alone if detach_mixing else [problem]:
+        some, some_out = part.plans(), out
+        if detach_mixing:
             some_out = _accumulate(some, query, key, value, scale, kernel)[0].to(query.dtype)
         for span, plan in some:
             rows, columns = (span.samples, span.queries), (span.samples, span.keys)

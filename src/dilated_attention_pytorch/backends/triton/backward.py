@@ -16,6 +16,8 @@ from dilated_attention_pytorch.backends.triton.primitives import (
     kept,
     load_block,
     locate,
+    own_part_row,
+    part_rows,
     row_offsets,
 )
 
@@ -54,19 +56,15 @@ def delta_kernel(
 
 
 @triton.jit
-def _store_sum(
-    PARTIAL, OUT, WRITTEN, offsets, mask, place, inside, x, MERGE: tl.constexpr, FINAL: tl.constexpr, MARK: tl.constexpr
-):
-    """Add what earlier launches left (where WRITTEN says so) and store."""
-    if MERGE:
-        there = tl.load(WRITTEN + place, mask=inside, other=0) != 0
-        x += tl.load(PARTIAL + offsets, mask=mask & there[:, None], other=0.0)
-    if FINAL:
-        tl.store(OUT + offsets, x.to(OUT.dtype.element_ty), mask=mask)
-    else:
-        tl.store(PARTIAL + offsets, x, mask=mask)
-    if MARK:
-        tl.store(WRITTEN + place, tl.full(place.shape, 1, tl.int8), mask=inside)
+def _add_parts(x, PARTS, places, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    return x + tl.load(PARTS + places[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(OUT, start, offsets, inside, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    mask = inside[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    tl.store(OUT + start + offsets, x.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -127,10 +125,11 @@ def dq_kernel(
     DOUT,
     LSE,
     DELTA,
-    PARTIAL,
+    PARTS,  # (rows, D) float32
     DQ,
-    WRITTEN,  # (B, H, N) int8: PARTIAL holds a sum
     TABLE,
+    LAYOUT,
+    OFFSETS,
     SEED,
     families,
     q_stride_b,
@@ -147,7 +146,9 @@ def dq_kernel(
     dout_stride_h,
     N,
     H,
+    G,
     group,
+    parts,
     q_shift,
     scale_log2,
     scale,
@@ -157,7 +158,7 @@ def dq_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MERGE: tl.constexpr,
+    ATTEND: tl.constexpr,
     FINAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -165,53 +166,66 @@ def dq_kernel(
     """dq of one block of query rows: ``scale * sum_j p_ij (dp_ij - delta_i) k_j``."""
     program = tl.program_id(0)
     row = find_family(TABLE, families, program)
-    block, member, key_head, sample, q_start, q_rows, k_start, k_rows, stride, causal = locate(
+    block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
         row, program, group, BLOCK_M, False
     )
+    sample = tl.load(row + 1) + own_sample
     head = key_head * group + member
     first = block * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     inside = rows < q_rows
     first_row = q_start + first * stride
-    place = (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M)
-
-    q_step = stride * q_stride_n
-    dout_step = stride * dout_stride_n
-    q_pointer = Q + sample * q_stride_b + (q_start + first * stride) * q_stride_n + head * q_stride_h
-    dout_pointer = DOUT + sample * dout_stride_b + (q_start + first * stride) * dout_stride_n + head * dout_stride_h
-    q = load_block(q_pointer, block_offsets(q_step, BLOCK_M, BLOCK_D), q_rows - first, D, BLOCK_M, BLOCK_D, True)
-    dout = load_block(dout_pointer, block_offsets(dout_step, BLOCK_M, BLOCK_D), q_rows - first, D, BLOCK_M, BLOCK_D, True)
-    # rows behind the tile: p = exp2(0 - inf) = 0
-    lse2 = tl.load(LSE + place, mask=inside, other=float("inf")) * LOG2_E
-    delta = tl.load(DELTA + place, mask=inside, other=0.0)
-    k_step = stride * k_stride_n
-    v_step = stride * v_stride_n
-    k_pointer = K + sample * k_stride_b + k_start * k_stride_n + key_head * k_stride_h
-    v_pointer = V + sample * v_stride_b + k_start * v_stride_n + key_head * v_stride_h
-    k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D)
-    v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D)
-    stream = tl.full([], 0, tl.uint32)
-    q_positions = q_start + q_shift + rows * stride
-    if DROPOUT:
-        stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
-
-    seen = tl.where(causal, tl.minimum(first + BLOCK_M, k_rows), k_rows)
-    whole = tl.where(causal, tl.minimum(first, k_rows), k_rows) // BLOCK_N * BLOCK_N
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    dq = _dq_over_keys(
-        dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
-        causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
-        D, BLOCK_D, BLOCK_N, False, DROPOUT, PRECISION,
-    )  # fmt: skip
-    dq = _dq_over_keys(
-        dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
-        causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
-        D, BLOCK_D, BLOCK_N, True, DROPOUT, PRECISION,
-    )  # fmt: skip
-    start = ((sample * N + first_row) * H + head) * D
-    offsets = block_offsets(stride * H * D, BLOCK_M, BLOCK_D)
-    mask = inside[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
-    _store_sum(PARTIAL + start, DQ + start, WRITTEN, offsets, mask, place, inside, dq * scale, MERGE, FINAL, True)
+    if ATTEND:
+        place = (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M)
+
+        q_step = stride * q_stride_n
+        dout_step = stride * dout_stride_n
+        q_pointer = Q + sample * q_stride_b + (q_start + first * stride) * q_stride_n + head * q_stride_h
+        dout_pointer = DOUT + sample * dout_stride_b + (q_start + first * stride) * dout_stride_n + head * dout_stride_h
+        q = load_block(q_pointer, block_offsets(q_step, BLOCK_M, BLOCK_D), q_rows - first, D, BLOCK_M, BLOCK_D, True)
+        dout = load_block(
+            dout_pointer, block_offsets(dout_step, BLOCK_M, BLOCK_D), q_rows - first, D, BLOCK_M, BLOCK_D, True
+        )
+        # rows behind the tile: p = exp2(0 - inf) = 0
+        lse2 = tl.load(LSE + place, mask=inside, other=float("inf")) * LOG2_E
+        delta = tl.load(DELTA + place, mask=inside, other=0.0)
+        k_step = stride * k_stride_n
+        v_step = stride * v_stride_n
+        k_pointer = K + sample * k_stride_b + k_start * k_stride_n + key_head * k_stride_h
+        v_pointer = V + sample * v_stride_b + k_start * v_stride_n + key_head * v_stride_h
+        k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D)
+        v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D)
+        stream = tl.full([], 0, tl.uint32)
+        q_positions = q_start + q_shift + rows * stride
+        if DROPOUT:
+            stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
+
+        seen = tl.where(causal, tl.minimum(first + BLOCK_M, k_rows), k_rows)
+        whole = tl.where(causal, tl.minimum(first, k_rows), k_rows) // BLOCK_N * BLOCK_N
+        dq = _dq_over_keys(
+            dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
+            causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
+            D, BLOCK_D, BLOCK_N, False, DROPOUT, PRECISION,
+        )  # fmt: skip
+        dq = _dq_over_keys(
+            dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
+            causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
+            D, BLOCK_D, BLOCK_N, True, DROPOUT, PRECISION,
+        )  # fmt: skip
+        dq *= scale
+    if FINAL:
+        positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M)).to(tl.int32)
+        sequence = tl.load(row + 16)
+        for part in range(parts):
+            places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, H, key_head, G, positions)
+            dq = _add_parts(dq, PARTS, places, there & inside, D, BLOCK_D)
+        start = ((sample * N + first_row) * H + head) * D
+        _store_rows(DQ, start, block_offsets(stride * H * D, BLOCK_M, BLOCK_D), inside, dq, D, BLOCK_D)
+    else:
+        start = (own_part_row(row, own_sample, head, H, tile) + first) * D
+        offsets = tl.arange(0, BLOCK_M)[:, None] * D + tl.arange(0, BLOCK_D)[None, :]
+        _store_rows(PARTS, start, offsets, inside, dq, D, BLOCK_D)
 
 
 @triton.jit
@@ -286,12 +300,13 @@ def dkv_kernel(
     DOUT,
     LSE,
     DELTA,
-    DK_PARTIAL,
-    DV_PARTIAL,
+    DK_PARTS,  # (rows, D) float32
+    DV_PARTS,
     DK,
     DV,
-    WRITTEN,  # (B, G, M) int8: the partial tensors hold a sum
     TABLE,
+    LAYOUT,
+    OFFSETS,
     SEED,
     families,
     q_stride_b,
@@ -311,6 +326,7 @@ def dkv_kernel(
     H,
     G,
     group,
+    parts,
     q_shift,
     scale_log2,
     scale,
@@ -320,7 +336,7 @@ def dkv_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MERGE: tl.constexpr,
+    ATTEND: tl.constexpr,
     FINAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -328,57 +344,72 @@ def dkv_kernel(
     """dk and dv of one block of key rows, summed over the query rows that see it and the query heads of its group."""
     program = tl.program_id(0)
     row = find_family(TABLE, families, program)
-    block, _, key_head, sample, q_start, q_rows, k_start, k_rows, stride, causal = locate(
+    block, _, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
         row, program, group, BLOCK_N, True
     )
+    sample = tl.load(row + 1) + own_sample
     first = block * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     inside = columns < k_rows
 
-    k_step = stride * k_stride_n
-    v_step = stride * v_stride_n
-    k_pointer = K + sample * k_stride_b + (k_start + first * stride) * k_stride_n + key_head * k_stride_h
-    v_pointer = V + sample * v_stride_b + (k_start + first * stride) * v_stride_n + key_head * v_stride_h
-    k = load_block(k_pointer, block_offsets(k_step, BLOCK_N, BLOCK_D), k_rows - first, D, BLOCK_N, BLOCK_D, True)
-    v = load_block(v_pointer, block_offsets(v_step, BLOCK_N, BLOCK_D), k_rows - first, D, BLOCK_N, BLOCK_D, True)
-    q_step = stride * q_stride_n
-    dout_step = stride * dout_stride_n
-    q_offsets = block_offsets(q_step, BLOCK_M, BLOCK_D)
-    dout_offsets = block_offsets(dout_step, BLOCK_M, BLOCK_D)
-    k_positions = k_start + columns * stride
-
-    # Masked are the blocks of query rows that cross the diagonal, from row `begin` on, and the one the tile's end cuts.
-    # Between them, from row `clear` to row `end`, all rows see all of this block's keys.
-    begin = tl.where(causal, first // BLOCK_M * BLOCK_M, 0)
-    clear = tl.where(causal, (first + BLOCK_N + BLOCK_M - 1) // BLOCK_M * BLOCK_M, 0)
-    end = tl.maximum(q_rows // BLOCK_M * BLOCK_M, tl.minimum(clear, q_rows))
-    crossing = (tl.minimum(clear, q_rows) - begin + BLOCK_M - 1) // BLOCK_M
-    cut = tl.where(end < q_rows, 1, 0)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in tl.range(0, group):
-        head = key_head * group + member
-        q_pointer = Q + sample * q_stride_b + q_start * q_stride_n + head * q_stride_h
-        dout_pointer = DOUT + sample * dout_stride_b + q_start * dout_stride_n + head * dout_stride_h
-        statistics = (sample * H + head) * N + q_start
-        stream = tl.full([], 0, tl.uint32)
-        if DROPOUT:
-            stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
-        dk, dv = _dkv_over_queries(
-            dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
-            dout_offsets, begin, crossing, end, cut, q_rows, columns, causal, scale_log2, stream, q_start + q_shift,
-            k_positions, stride, threshold, keep_scale, D, BLOCK_D, BLOCK_M, True, DROPOUT, PRECISION,
-        )  # fmt: skip
-        dk, dv = _dkv_over_queries(
-            dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
-            dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_rows, columns, causal, scale_log2, stream,
-            q_start + q_shift, k_positions, stride, threshold, keep_scale,
-            D, BLOCK_D, BLOCK_M, False, DROPOUT, PRECISION,
-        )  # fmt: skip
-    first_row = k_start + first * stride
-    start = ((sample * M + first_row) * G + key_head) * D
-    offsets = block_offsets(stride * G * D, BLOCK_N, BLOCK_D)
-    mask = inside[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
-    place = (sample * G + key_head) * M + first_row + row_offsets(stride, BLOCK_N)
-    _store_sum(DV_PARTIAL + start, DV + start, WRITTEN, offsets, mask, place, inside, dv, MERGE, FINAL, False)
-    _store_sum(DK_PARTIAL + start, DK + start, WRITTEN, offsets, mask, place, inside, dk * scale, MERGE, FINAL, True)
+    if ATTEND:
+        k_step = stride * k_stride_n
+        v_step = stride * v_stride_n
+        k_pointer = K + sample * k_stride_b + (k_start + first * stride) * k_stride_n + key_head * k_stride_h
+        v_pointer = V + sample * v_stride_b + (k_start + first * stride) * v_stride_n + key_head * v_stride_h
+        k = load_block(k_pointer, block_offsets(k_step, BLOCK_N, BLOCK_D), k_rows - first, D, BLOCK_N, BLOCK_D, True)
+        v = load_block(v_pointer, block_offsets(v_step, BLOCK_N, BLOCK_D), k_rows - first, D, BLOCK_N, BLOCK_D, True)
+        q_step = stride * q_stride_n
+        dout_step = stride * dout_stride_n
+        q_offsets = block_offsets(q_step, BLOCK_M, BLOCK_D)
+        dout_offsets = block_offsets(dout_step, BLOCK_M, BLOCK_D)
+        k_positions = k_start + columns * stride
+
+        # Masked are the blocks of query rows that cross the diagonal, from row `begin` on, and the one the tile's end cuts.
+        # Between them, from row `clear` to row `end`, all rows see all of this block's keys.
+        begin = tl.where(causal, first // BLOCK_M * BLOCK_M, 0)
+        clear = tl.where(causal, (first + BLOCK_N + BLOCK_M - 1) // BLOCK_M * BLOCK_M, 0)
+        end = tl.maximum(q_rows // BLOCK_M * BLOCK_M, tl.minimum(clear, q_rows))
+        crossing = (tl.minimum(clear, q_rows) - begin + BLOCK_M - 1) // BLOCK_M
+        cut = tl.where(end < q_rows, 1, 0)
+        for member in tl.range(0, group):
+            head = key_head * group + member
+            q_pointer = Q + sample * q_stride_b + q_start * q_stride_n + head * q_stride_h
+            dout_pointer = DOUT + sample * dout_stride_b + q_start * dout_stride_n + head * dout_stride_h
+            statistics = (sample * H + head) * N + q_start
+            stream = tl.full([], 0, tl.uint32)
+            if DROPOUT:
+                stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
+            dk, dv = _dkv_over_queries(
+                dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
+                dout_offsets, begin, crossing, end, cut, q_rows, columns, causal, scale_log2, stream, q_start + q_shift,
+                k_positions, stride, threshold, keep_scale, D, BLOCK_D, BLOCK_M, True, DROPOUT, PRECISION,
+            )  # fmt: skip
+            dk, dv = _dkv_over_queries(
+                dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
+                dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_rows, columns, causal, scale_log2, stream,
+                q_start + q_shift, k_positions, stride, threshold, keep_scale,
+                D, BLOCK_D, BLOCK_M, False, DROPOUT, PRECISION,
+            )  # fmt: skip
+        dk *= scale
+    if FINAL:
+        first_row = k_start + first * stride
+        positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_N)).to(tl.int32)
+        sequence = tl.load(row + 16)
+        for part in range(parts):
+            places, there = part_rows(
+                LAYOUT, OFFSETS, part, parts, sequence, own_sample, key_head, G, key_head, G, positions
+            )
+            dk = _add_parts(dk, DK_PARTS, places, there & inside, D, BLOCK_D)
+            dv = _add_parts(dv, DV_PARTS, places, there & inside, D, BLOCK_D)
+        start = ((sample * M + first_row) * G + key_head) * D
+        offsets = block_offsets(stride * G * D, BLOCK_N, BLOCK_D)
+        _store_rows(DK, start, offsets, inside, dk, D, BLOCK_D)
+        _store_rows(DV, start, offsets, inside, dv, D, BLOCK_D)
+    else:
+        start = (own_part_row(row, own_sample, key_head, G, tile) + first) * D
+        offsets = tl.arange(0, BLOCK_N)[:, None] * D + tl.arange(0, BLOCK_D)[None, :]
+        _store_rows(DK_PARTS, start, offsets, inside, dk, D, BLOCK_D)
+        _store_rows(DV_PARTS, start, offsets, inside, dv, D, BLOCK_D)

@@ -7,13 +7,14 @@ import triton.language as tl
 
 from dilated_attention_pytorch.backends.triton.primitives import (
     LN_2,
-    LOG2_E,
     block_offsets,
     dropout_stream,
     find_family,
     kept,
     load_block,
     locate,
+    own_part_row,
+    part_rows,
     row_offsets,
 )
 
@@ -75,14 +76,30 @@ def _attend_keys(
 
 
 @triton.jit
+def merge(out, lse2, part_out, part_lse2):
+    """Two partial softmaxes as one; either may be empty (-inf), and both."""
+    larger2 = tl.maximum(lse2, part_lse2)
+    safe2 = tl.where(larger2 == -float("inf"), 0.0, larger2)
+    weight = tl.math.exp2(lse2 - safe2)
+    part_weight = tl.math.exp2(part_lse2 - safe2)
+    both = weight + part_weight
+    share = tl.where(both > 0, 1.0 / both, 0.0)
+    out = out * (weight * share)[:, None] + part_out * (part_weight * share)[:, None]
+    return out, safe2 + tl.math.log2(both)
+
+
+@triton.jit
 def forward_kernel(
     Q,
     K,
     V,
-    PARTIAL,  # (B, N, H, D) float32: earlier launches' output, where LSE is not -inf
+    PARTS,  # (rows, D) float32
+    PARTS_LSE2,  # (rows,) float32
     OUT,  # (B, N, H, D)
     LSE,  # (B, H, N) float32, natural logarithm
     TABLE,
+    LAYOUT,
+    OFFSETS,
     SEED,
     families,
     q_stride_b,
@@ -96,9 +113,10 @@ def forward_kernel(
     v_stride_h,
     N,
     H,
+    G,
     group,
+    parts,  # groups of tiles that wrote parts
     q_shift,  # position of query row 0
-    q_sign,  # -1.0 if the scale is negative
     scale_log2,  # |scale| * log2(e)
     threshold,
     keep_scale,
@@ -106,9 +124,10 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MERGE: tl.constexpr,  # earlier launches may have left partial results
-    FINAL: tl.constexpr,  # write OUT, else PARTIAL
+    ATTEND: tl.constexpr,  # compute attention, else only add up parts
+    FINAL: tl.constexpr,  # add the parts and write OUT, else write parts
     DROPOUT: tl.constexpr,
+    NEGATIVE: tl.constexpr,  # the scale is negative
     PRECISION: tl.constexpr,
 ):
     """Attention of one block of query rows over all keys of its tile.
@@ -119,67 +138,69 @@ def forward_kernel(
     """
     program = tl.program_id(0)
     row = find_family(TABLE, families, program)
-    block, member, key_head, sample, q_start, q_rows, k_start, k_rows, stride, causal = locate(
+    block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
         row, program, group, BLOCK_M, False
     )
+    sample = tl.load(row + 1) + own_sample
     head = key_head * group + member
     first = block * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
-
-    q_step = stride * q_stride_n
-    q_pointer = Q + sample * q_stride_b + (q_start + first * stride) * q_stride_n + head * q_stride_h
-    q = load_block(q_pointer, block_offsets(q_step, BLOCK_M, BLOCK_D), q_rows - first, D, BLOCK_M, BLOCK_D, True)
-    q = (q * q_sign).to(q.dtype)
-    k_step = stride * k_stride_n
-    v_step = stride * v_stride_n
-    k_pointer = K + sample * k_stride_b + k_start * k_stride_n + key_head * k_stride_h
-    v_pointer = V + sample * v_stride_b + k_start * v_stride_n + key_head * v_stride_h
-    k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D)
-    v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D)
 
     # Zero keys have logit 0 and value 0: they only start the denominator.
     zero_keys = tl.load(row + 14).to(tl.float32)
     m2 = tl.zeros([BLOCK_M], tl.float32) + tl.where(zero_keys > 0, 0.0, -float("inf"))
     total = tl.zeros([BLOCK_M], tl.float32) + zero_keys
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    stream = tl.full([], 0, tl.uint32)
-    q_positions = q_start + q_shift + rows * stride
-    if DROPOUT:
-        stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
+    if ATTEND:
+        q_step = stride * q_stride_n
+        q_pointer = Q + sample * q_stride_b + (q_start + first * stride) * q_stride_n + head * q_stride_h
+        q = load_block(q_pointer, block_offsets(q_step, BLOCK_M, BLOCK_D), q_rows - first, D, BLOCK_M, BLOCK_D, True)
+        if NEGATIVE:
+            q = -q
+        k_step = stride * k_stride_n
+        v_step = stride * v_stride_n
+        k_pointer = K + sample * k_stride_b + k_start * k_stride_n + key_head * k_stride_h
+        v_pointer = V + sample * v_stride_b + k_start * v_stride_n + key_head * v_stride_h
+        k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D)
+        v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D)
 
-    seen = tl.where(causal, tl.minimum(first + BLOCK_M, k_rows), k_rows)
-    whole = tl.where(causal, tl.minimum(first, k_rows), k_rows) // BLOCK_N * BLOCK_N
-    acc, m2, total = _attend_keys(
-        acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows, causal,
-        scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
-        D, BLOCK_D, BLOCK_N, False, DROPOUT, PRECISION,
-    )  # fmt: skip
-    acc, m2, total = _attend_keys(
-        acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows, causal,
-        scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
-        D, BLOCK_D, BLOCK_N, True, DROPOUT, PRECISION,
-    )  # fmt: skip
+        stream = tl.full([], 0, tl.uint32)
+        q_positions = q_start + q_shift + rows * stride
+        if DROPOUT:
+            stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
 
-    out = acc / total[:, None]
-    lse2 = m2 + tl.math.log2(total)
+        seen = tl.where(causal, tl.minimum(first + BLOCK_M, k_rows), k_rows)
+        whole = tl.where(causal, tl.minimum(first, k_rows), k_rows) // BLOCK_N * BLOCK_N
+        acc, m2, total = _attend_keys(
+            acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
+            causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
+            D, BLOCK_D, BLOCK_N, False, DROPOUT, PRECISION,
+        )  # fmt: skip
+        acc, m2, total = _attend_keys(
+            acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
+            causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
+            D, BLOCK_D, BLOCK_N, True, DROPOUT, PRECISION,
+        )  # fmt: skip
+        acc = acc / total[:, None]
+        m2 += tl.math.log2(total)
     inside = rows < q_rows
-    first_row = q_start + first * stride
-    lse_pointers = LSE + (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M)
-    out_start = ((sample * N + first_row) * H + head) * D
-    out_offsets = block_offsets(stride * H * D, BLOCK_M, BLOCK_D)
-    out_mask = inside[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
-    if MERGE:
-        old2 = tl.load(lse_pointers, mask=inside, other=-float("inf")) * LOG2_E
-        there = old2 > -float("inf")
-        old = tl.load(PARTIAL + out_start + out_offsets, mask=out_mask & there[:, None], other=0.0)
-        larger2 = tl.maximum(old2, lse2)
-        old_weight = tl.math.exp2(old2 - larger2)
-        new_weight = tl.math.exp2(lse2 - larger2)
-        both = old_weight + new_weight
-        out = old * (old_weight / both)[:, None] + out * (new_weight / both)[:, None]
-        lse2 = larger2 + tl.math.log2(both)
-    tl.store(lse_pointers, lse2 * LN_2, mask=inside)
+    d = tl.arange(0, BLOCK_D)
     if FINAL:
-        tl.store(OUT + out_start + out_offsets, out.to(OUT.dtype.element_ty), mask=out_mask)
+        first_row = q_start + first * stride
+        positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M)).to(tl.int32)
+        sequence = tl.load(row + 16)
+        for part in range(parts):
+            places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, H, key_head, G, positions)
+            part_lse2 = tl.load(PARTS_LSE2 + places, mask=there & inside, other=-float("inf"))
+            there = part_lse2 > -float("inf")
+            part_out = tl.load(PARTS + places[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+            acc, m2 = merge(acc, m2, part_out, part_lse2)
+        tl.store(LSE + (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M), m2 * LN_2, mask=inside)
+        out_start = ((sample * N + first_row) * H + head) * D
+        out_pointers = OUT + out_start + block_offsets(stride * H * D, BLOCK_M, BLOCK_D)
+        tl.store(out_pointers, acc.to(OUT.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
     else:
-        tl.store(PARTIAL + out_start + out_offsets, out, mask=out_mask)
+        places = own_part_row(row, own_sample, head, H, tile) + first
+        tl.store(PARTS_LSE2 + places + tl.arange(0, BLOCK_M), m2, mask=inside)
+        part_pointers = PARTS + places * D + tl.arange(0, BLOCK_M)[:, None] * D + d[None, :]
+        tl.store(part_pointers, acc, mask=inside[:, None] & (d < D)[None, :])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(16)  # of a launch table, see tables.COLUMNS
+COLUMNS = tl.constexpr(23)  # of a launch table, see tables.COLUMNS
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -31,13 +31,12 @@ def find_family(table, families, program):
 def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
     """Which block of which head, tile and sample a program computes.
 
-    A family of 2 samples, 3 tiles, 4 heads and 5 blocks has 120 programs; program 119 is the first block (blocks count
-    backwards: under causality the last one is the longest) of head 3 of tile 2 of sample 1.
+    A family of 2 samples, 3 tiles, 4 heads and 5 blocks has 120 programs; program 119 is the last block counted (blocks of
+    queries count backwards: under causality the last one is the longest) of head 3 of tile 2 of sample 1.
     """
     index = program - tl.load(row)
     rows = tl.load(row + (11 if BY_KEYS else 9))
     blocks = (rows + BLOCK - 1) // BLOCK
-    # Under causality the last query block and the first key block have the most work: they go first.
     block = index % blocks if BY_KEYS else blocks - 1 - index % blocks
     index = index // blocks
     member = index * 0
@@ -49,7 +48,7 @@ def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
     index = index // heads
     tiles = tl.load(row + 2)
     tile = index % tiles
-    sample = tl.load(row + 1) + index // tiles
+    own_sample = index // tiles  # within its sequence
     key_head = tl.load(row + 5) + a * tl.load(row + 6)
     shift = tile * tl.load(row + 3) + a * tl.load(row + 7)
     q_start = tl.load(row + 8) + shift
@@ -58,7 +57,28 @@ def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
     k_rows = tl.load(row + 11).to(tl.int32)
     stride = tl.load(row + 12)
     causal = tl.load(row + 13) != 0
-    return block.to(tl.int32), member, key_head, sample, q_start, q_rows, k_start, k_rows, stride, causal
+    return block.to(tl.int32), member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal
+
+
+@triton.jit
+def own_part_row(row, own_sample, head, heads, tile):
+    """Where the first row of a tile lies in the parts; its rows follow one another."""
+    segment = (own_sample * heads + head) * tl.load(row + 19) + tl.load(row + 21) + tile
+    return tl.load(row + 18) + segment * tl.load(row + 20) + tl.load(row + 22)
+
+
+@triton.jit
+def part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, heads, key_head, key_heads, positions):
+    """Where a group keeps its results for these positions, and which of them it has: see tables.py."""
+    entry = LAYOUT + (sequence * parts + part) * 5
+    w = tl.load(entry + 3).to(tl.int32)
+    r = tl.load(entry + 4).to(tl.int32)
+    offset = tl.load(OFFSETS + part * key_heads + key_head).to(tl.int32)
+    segment = positions // w
+    inside = positions - segment * w - offset
+    number = inside // r
+    first = tl.load(entry) + (own_sample * heads + head) * tl.load(entry + 1) * tl.load(entry + 2)
+    return first + segment.to(tl.int64) * tl.load(entry + 2) + number, (inside >= 0) & (inside == number * r)
 
 
 @triton.jit

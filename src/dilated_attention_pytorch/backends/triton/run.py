@@ -1,8 +1,9 @@
-"""Launching the kernels: buffers, tables, order of launches."""
+"""Launching the kernels: buffers, tables, one launch for the parts and one for the result."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from dilated_attention_pytorch import dropout
 from dilated_attention_pytorch.backends.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from dilated_attention_pytorch.backends.triton.configs import Config, Configs, configs, padded
 from dilated_attention_pytorch.backends.triton.forward import forward_kernel
-from dilated_attention_pytorch.backends.triton.tables import Launch, launches, table
-from dilated_attention_pytorch.plan import Plan
-from dilated_attention_pytorch.spans import Span
+from dilated_attention_pytorch.backends.triton.tables import Work, work
+from dilated_attention_pytorch.problem import Problem
 
 _LOG2_E = math.log2(math.e)
 
@@ -45,41 +45,29 @@ def _keep(dropout_p: float) -> tuple[int, float]:
     return dropout.threshold(dropout_p), 1.0 / (1.0 - dropout_p)
 
 
-def _covers(last: Launch, whole_batch: bool) -> bool:
-    """Whether a launch writes every row: then it can write the result, and nothing must be zeroed before."""
-    return whole_batch and last.rate == 1
+def _parts(like: Tensor, todo: Work, fill: float, width: int | None) -> Tensor:
+    """A buffer for partial results: filled only where rows of it may stay unwritten."""
+    shape = (todo.part_rows,) if width is None else (todo.part_rows, width)
+    if todo.complete:
+        return torch.empty(shape, dtype=torch.float32, device=like.device)
+    return torch.full(shape, fill, dtype=torch.float32, device=like.device)
 
 
-class _Sums:
-    """A result that several launches add to: kept in float32 until the launch that completes it writes it.
-
-    ``partial`` and ``out`` are one tensor for float32. Rows that no launch writes are zero at the end.
-    """
-
-    def __init__(self, like: Tensor, steps: list[Launch], covered: bool) -> None:
-        self.covered = covered and bool(steps)
-        single = len(steps) <= 1 or like.dtype == torch.float32
-        make = torch.empty if self.covered else torch.zeros
-        self.out = make(like.shape, dtype=like.dtype, device=like.device)
-        self.partial = self.out if single else make(like.shape, dtype=torch.float32, device=like.device)
-        self.last = len(steps) - 1
-
-    def final(self, step: int) -> bool:
-        """Whether this launch writes ``out`` instead of ``partial``."""
-        return self.partial is self.out or (self.covered and step == self.last)
-
-    def result(self) -> Tensor:
-        """The complete tensor."""
-        return self.out if self.partial is self.out or self.covered else self.partial.to(self.out.dtype)
+def _result(like: Tensor, todo: Work) -> Tensor:
+    make = torch.empty if todo.covered else torch.zeros
+    return make(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _whole(plans: list[tuple[Span, Plan]], batch: int, rows: int) -> bool:
-    """Whether the plans are one sequence of this many rows in every sample."""
-    return len(plans) == 1 and plans[0][0].samples == slice(0, batch) and len(plans[0][1].queries) == rows
+def _launch(todo: Work, call: Callable[..., None]) -> None:
+    """``call(programs, table, ATTEND=..., FINAL=...)`` for the parts, then for the result."""
+    if todo.part_programs:
+        call(todo.part_programs, todo.parts, ATTEND=True, FINAL=False)
+    if todo.final_programs:
+        call(todo.final_programs, todo.final, ATTEND=todo.attends, FINAL=True)
 
 
 def forward(
-    plans: list[tuple[Span, Plan]],
+    problem: Problem,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -89,27 +77,30 @@ def forward(
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``."""
-    batch, n, heads, _ = query.shape
-    group = heads // key.shape[2]
-    steps = launches(plans)
     config = _configs(query).forward
+    todo = work(problem, block=config.block_m, by_keys=False, device=query.device)
+    out = _result(query, todo)
+    lse_shape = (problem.batch, problem.heads, problem.queries)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=query.device)
+    if not todo.covered:
+        lse.fill_(-torch.inf)
+    parts, parts_lse2 = _parts(query, todo, 0.0, query.shape[-1]), _parts(query, todo, -torch.inf, None)
     constants = _constants(query, config, dropout_p)
-    covered = bool(steps) and _covers(steps[-1], _whole(plans, batch, n))
-    sums = _Sums(query, steps, covered)
-    lse = torch.full((batch, heads, n), -torch.inf, dtype=torch.float32, device=query.device)
-    for step, launch in enumerate(steps):
-        rows = table(launch, block=config.block_m, by_keys=False, group=group, device=query.device)
-        forward_kernel[(rows.programs,)](
-            query, key, value, sums.partial, sums.out, lse, rows.rows, lse if seed is None else seed, rows.families,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], n, heads, group, key.shape[1] - n,
-            -1.0 if scale < 0 else 1.0, abs(scale) * _LOG2_E, *_keep(dropout_p),
-            MERGE=step > 0, FINAL=sums.final(step), **constants,
+
+    def call(programs: int, table: Tensor, **mode: bool) -> None:
+        forward_kernel[(programs,)](
+            query, key, value, parts, parts_lse2, out, lse, table, todo.layout, todo.offsets, lse if seed is None else seed,
+            table.shape[0], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], problem.queries, problem.heads,
+            problem.key_heads, problem.heads // problem.key_heads, todo.groups, problem.keys - problem.queries,
+            abs(scale) * _LOG2_E, *_keep(dropout_p), NEGATIVE=scale < 0, **mode, **constants,
         )  # fmt: skip
-    return sums.result(), lse
+
+    _launch(todo, call)
+    return out, lse
 
 
 def backward(
-    plans: list[tuple[Span, Plan]],
+    problem: Problem,
     dout: Tensor,
     dlse: Tensor | None,
     query: Tensor,
@@ -124,49 +115,77 @@ def backward(
     detach_mixing: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``."""
-    batch, n, heads, _ = query.shape
-    m, key_heads = key.shape[1], key.shape[2]
-    steps = launches(plans)
+    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "seed": seed}
+    if not detach_mixing or len(problem.pattern.branches) == 1:
+        delta = _delta(dout, out, dlse)
+        return _backward(problem, dout, query, key, value, lse, delta, **options)
+    # With constant mixing weights, delta comes from the branch's own output, which is computed again.
+    sums: list[Tensor] = []
+    for branch in range(len(problem.pattern.branches)):
+        alone = problem.only(branch)
+        delta = _delta(dout, forward(alone, query, key, value, **options)[0], dlse)
+        grads = _backward(alone, dout, query, key, value, lse, delta, **options)
+        sums = [x + y.float() for x, y in zip(sums, grads, strict=True)] if sums else [y.float() for y in grads]
+    dq, dk, dv = (x.to(query.dtype) for x in sums)
+    return dq, dk, dv
+
+
+def _backward(
+    problem: Problem,
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     chosen = _configs(query)
-    seed = lse if seed is None else seed
-    whole = _whole(plans, batch, n)
-    delta = _delta(dout, out, dlse)
-    deltas = [delta] * len(steps)
-    if detach_mixing:
-        deltas = _branch_deltas(plans, steps, dout, dlse, query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
+    group = problem.heads // problem.key_heads
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
-    scales = (scale * _LOG2_E, scale, *_keep(dropout_p))
-    device = query.device
+    scalars = (problem.keys - problem.queries, scale * _LOG2_E, scale, *_keep(dropout_p))
+    head_dim = query.shape[-1]
 
-    # dq before dk and dv, so that the float32 sums of both never exist together.
-    sums = _Sums(query, steps, bool(steps) and _covers(steps[-1], whole))
-    written = torch.zeros((batch, heads, n), dtype=torch.int8, device=device)
-    constants = _constants(query, chosen.dq, dropout_p)
-    for step, launch in enumerate(steps):
-        rows = table(launch, block=chosen.dq.block_m, by_keys=False, group=heads // key_heads, device=device)
-        dq_kernel[(rows.programs,)](
-            query, key, value, dout, lse, deltas[step], sums.partial, sums.out, written, rows.rows, seed, rows.families,
-            *strides, n, heads, heads // key_heads, m - n, *scales,
-            MERGE=step > 0, FINAL=sums.final(step), **constants,
-        )  # fmt: skip
-    dq = sums.result()
-    del sums, written
+    def by_query() -> Tensor:
+        todo = work(problem, block=chosen.dq.block_m, by_keys=False, device=query.device)
+        dq, parts = _result(query, todo), _parts(query, todo, 0.0, head_dim)
+        constants = _constants(query, chosen.dq, dropout_p)
 
-    covered = bool(steps) and _covers(steps[-1], whole and n == m)
-    k_sums, v_sums = _Sums(key, steps, covered), _Sums(value, steps, covered)
-    written = torch.zeros((batch, key_heads, m), dtype=torch.int8, device=device)
-    constants = _constants(query, chosen.dkv, dropout_p)
-    for step, launch in enumerate(steps):
-        rows = table(launch, block=chosen.dkv.block_n, by_keys=True, group=heads // key_heads, device=device)
-        dkv_kernel[(rows.programs,)](
-            query, key, value, dout, lse, deltas[step], k_sums.partial, v_sums.partial, k_sums.out, v_sums.out, written,
-            rows.rows, seed, rows.families, *strides, n, m, heads, key_heads, heads // key_heads, m - n, *scales,
-            MERGE=step > 0, FINAL=k_sums.final(step), **constants,
-        )  # fmt: skip
-    return dq, k_sums.result(), v_sums.result()
+        def call(programs: int, table: Tensor, **mode: bool) -> None:
+            dq_kernel[(programs,)](
+                query, key, value, dout, lse, delta, parts, dq, table, todo.layout, todo.offsets,
+                lse if seed is None else seed, table.shape[0], *strides, problem.queries, problem.heads, problem.key_heads,
+                group, todo.groups, *scalars, **mode, **constants,
+            )  # fmt: skip
+
+        _launch(todo, call)
+        return dq
+
+    def by_key() -> tuple[Tensor, Tensor]:
+        todo = work(problem, block=chosen.dkv.block_n, by_keys=True, device=query.device)
+        dk, dv = _result(key, todo), _result(value, todo)
+        dk_parts, dv_parts = _parts(key, todo, 0.0, head_dim), _parts(value, todo, 0.0, head_dim)
+        constants = _constants(query, chosen.dkv, dropout_p)
+
+        def call(programs: int, table: Tensor, **mode: bool) -> None:
+            dkv_kernel[(programs,)](
+                query, key, value, dout, lse, delta, dk_parts, dv_parts, dk, dv, table, todo.layout, todo.offsets,
+                lse if seed is None else seed, table.shape[0], *strides, problem.queries, problem.keys, problem.heads,
+                problem.key_heads, group, todo.groups, *scalars, **mode, **constants,
+            )  # fmt: skip
+
+        _launch(todo, call)
+        return dk, dv
+
+    # One after the other, so that the parts of dq are gone before those of dk and dv exist.
+    return by_query(), *by_key()
 
 
 def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """delta = dout . out - dlse, (B, H, N)."""
     batch, n, heads, d = out.shape
     delta = torch.empty((batch, heads, n), dtype=torch.float32, device=out.device)
     if out.numel():
@@ -176,23 +195,3 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
             D=d, BLOCK_D=padded(d), BLOCK=block, HAS_DLSE=dlse is not None,
         )  # fmt: skip
     return delta
-
-
-def _branch_deltas(
-    plans: list[tuple[Span, Plan]],
-    steps: list[Launch],
-    dout: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    **options: Any,
-) -> list[Tensor]:
-    """For constant mixing weights: delta from the output that each branch has alone, computed again."""
-    by_branch: dict[int, Tensor] = {}
-    for launch in steps:
-        if launch.branch not in by_branch:
-            alone = [(span, plan.of_branch(launch.branch)) for span, plan in plans]
-            branch_out, _ = forward(alone, query, key, value, **options)
-            by_branch[launch.branch] = _delta(dout, branch_out, dlse)
-    return [by_branch[launch.branch] for launch in steps]

@@ -1,10 +1,16 @@
-"""Launch tables: the families of a plan as rows of integers that a kernel reads.
+"""Launch tables: the tiles of a problem as rows of integers that a kernel reads, and the layout of partial results.
 
-A launch computes families whose query rows are disjoint, so that each row of the output has one writer. Families of the
-same branch share query rows only where causality cut a tile into a rectangle and a triangle; so a launch is one branch's
-rectangles or one branch's triangles.
+Tiles are grouped: a group is one branch's rectangles or one branch's triangles, so that within a group every row of the
+result belongs to one tile. All groups but the last go in one launch and write *parts*: compact float32 results of the rows
+they have, no row twice. The last group, the densest, covers all rows; its launch adds the parts of a row to its own result
+and writes it, once. If no group covers all rows, every group writes parts and a kernel without attention adds them up.
 
-Sequences of their own (``lengths``, ``cu_seqlens``) only add rows: a thousand documents are one launch per branch.
+Layout of parts: a group of segment length w and rate r keeps ``ceil(w / r)`` rows per segment and head. The row of head
+``h`` of a sample ``b`` of a sequence, at position ``i``, is, for offset ``o`` of the head,
+
+    base + ((b * heads + h) * segments + i // w) * capacity + (i % w - o) // r        if (i % w - o) % r == 0
+
+Sequences of their own (``lengths``, ``cu_seqlens``) only add rows to the tables: any batch is two launches.
 """
 
 from __future__ import annotations
@@ -17,104 +23,154 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.plan import Plan, TileFamily
-from dilated_attention_pytorch.spans import Span
+from dilated_attention_pytorch.problem import Problem
 
-# One row of a table; kernels read the columns in this order (primitives.load_family).
+# One row of a launch table; kernels read it by these numbers (primitives.py).
 COLUMNS = (
-    "first_program",
+    "first_program",  # 0
     "first_sample",
     "tiles",
     "tile_step",
     "heads",
-    "first_head",
+    "first_head",  # 5
     "head_step",
     "head_row_step",
     "q_start",  # rows of the tensors, not positions
     "q_rows",
-    "k_start",
+    "k_start",  # 10
     "k_rows",
     "row_stride",
     "causal",
     "zero_keys",
-    "branch",
+    "branch",  # 15
+    "sequence",
+    "to_position",  # of a row of the result: its position in its sequence, less its row in the tensor
+    "part_base",
+    "segments",
+    "capacity",  # 20
+    "first_segment",
+    "first_row_of_segment",
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A family and where its sequence lies in the batch: samples, first query row, first key row."""
+class _Placed:
+    """A family of one sequence of the batch."""
 
     family: TileFamily
-    samples: int
-    first_sample: int
-    q_start: int
-    k_start: int
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """Families that one kernel launch computes; ``dense`` if their query rows are all rows of their sequences."""
+class Work:
+    """The launches of one kernel on one device, for results by query row or by key row."""
 
-    families: tuple[Placed, ...]
-    branch: int
-    rate: int
+    parts: Tensor  # (families, COLUMNS) int64: tiles that write parts
+    part_programs: int
+    final: Tensor  # tiles that write the result; whole sequences if the parts are all there is
+    final_programs: int
+    attends: bool  # the final tiles compute attention as well
+    groups: int  # that write parts
+    layout: Tensor  # (sequences, groups, 5) int64: base, segments, capacity, segment length, rate
+    offsets: Tensor  # (groups, key heads) int64
+    part_rows: int
+    complete: bool  # every row that the layout has is written
+    covered: bool  # every row of the result is written
 
 
-def launches(plans: list[tuple[Span, Plan]]) -> list[Launch]:
-    """The launches of a batch, sparse branches first: the last one then writes most rows, and writes them once."""
-    grouped: dict[tuple[int, int, bool], list[Placed]] = defaultdict(list)
+def _groups(problem: Problem) -> list[list[_Placed]]:
+    """Families by branch and kind, sparse branches first."""
+    grouped: dict[tuple[int, int, bool], list[_Placed]] = defaultdict(list)
+    for sequence, (_, plan) in enumerate(problem.plans()):
+        for family in plan.families:
+            grouped[-family.row_stride, family.branch, family.causal].append(_Placed(family, sequence))
+    return [grouped[key] for key in sorted(grouped)]
+
+
+@lru_cache(maxsize=256)
+def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -> Work:
+    """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head."""
+    plans = problem.plans()
+    groups = _groups(problem)
+    square = all(len(plan.queries) == len(plan.keys) for _, plan in plans)
+    attends = bool(groups) and groups[-1][0].family.row_stride == 1 and (square or not by_keys)
+    sparse = groups[:-1] if attends else groups
+    result_heads = problem.key_heads if by_keys else problem.heads
+    group_size = 1 if by_keys else problem.heads // problem.key_heads
+
+    layout: list[tuple[int, ...]] = []
+    part_rows = 0
     for span, plan in plans:
-        for f in plan.families:
-            placed = Placed(
-                f,
-                samples=span.samples.stop - span.samples.start,
-                first_sample=span.samples.start,
-                q_start=f.q_start - plan.queries.start + span.queries.start,
-                k_start=f.k_start - plan.keys.start + span.keys.start,
-            )
-            grouped[-f.row_stride, f.branch, f.causal].append(placed)
-    return [
-        Launch(tuple(families), branch=branch, rate=-minus_rate)
-        for (minus_rate, branch, _), families in sorted(grouped.items(), key=lambda item: item[0])
-    ]
+        samples = span.samples.stop - span.samples.start
+        for members in sparse:
+            w, r = problem.pattern.branches[members[0].family.branch]
+            w = min(w, len(plan.keys))
+            segments, capacity = -(-len(plan.keys) // w), -(-w // r)
+            layout.append((part_rows, segments, capacity, w, r))
+            part_rows += samples * result_heads * segments * capacity
 
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A launch on a device: one row per family, and the number of programs over all of them."""
-
-    rows: Tensor  # (families, columns), int64
-    families: int
-    programs: int
-
-
-@lru_cache(maxsize=512)
-def table(launch: Launch, *, block: int, by_keys: bool, group: int, device: torch.device) -> Table:
-    """The table of a launch for programs that take ``block`` query rows of a query head, or key rows of a key head."""
-    rows, programs = [], 0
-    for placed in launch.families:
-        f = placed.family
+    def row(placed: _Placed, group: int | None, first_program: int) -> tuple[tuple[int, ...], int]:
+        f, (span, plan) = placed.family, plans[placed.sequence]
+        q_start = f.q_start - plan.queries.start + span.queries.start
+        k_start = f.k_start - plan.keys.start + span.keys.start
+        start, tensor_row = (f.k_start, k_start) if by_keys else (f.q_start, q_start)
+        part: tuple[int, ...] = (0, 0, 0, 0, 0)
+        if group is not None:
+            base, segments, capacity, w, r = layout[placed.sequence * len(sparse) + group]
+            part = (base, segments, capacity, start // w, start % w // r)
         blocks = -(-(f.k_rows if by_keys else f.q_rows) // block)
-        rows.append(
-            (
-                programs,
-                placed.first_sample,
-                f.tiles,
-                f.tile_step,
-                len(f.key_heads),
-                f.key_heads.start,
-                f.key_heads.step,
-                f.head_row_step,
-                placed.q_start,
-                f.q_rows,
-                placed.k_start,
-                f.k_rows,
-                f.row_stride,
-                int(f.causal),
-                f.zero_keys,
-                f.branch,
-            )
-        )
-        programs += blocks * (1 if by_keys else group) * len(f.key_heads) * f.tiles * placed.samples
-    assert all(len(row) == len(COLUMNS) for row in rows)
-    return Table(torch.tensor(rows, dtype=torch.int64).to(device), len(rows), programs)
+        samples = span.samples.stop - span.samples.start
+        programs = blocks * group_size * len(f.key_heads) * f.tiles * samples
+        columns = (
+            first_program, span.samples.start, f.tiles, f.tile_step, len(f.key_heads), f.key_heads.start,
+            f.key_heads.step, f.head_row_step, q_start, f.q_rows, k_start, f.k_rows, f.row_stride, int(f.causal),
+            f.zero_keys, f.branch, placed.sequence, start - tensor_row, *part,
+        )  # fmt: skip
+        assert len(columns) == len(COLUMNS)
+        return columns, first_program + programs
+
+    def table(entries: list[tuple[_Placed, int | None]]) -> tuple[Tensor, int]:
+        rows, programs = [], 0
+        for placed, group in entries:
+            columns, programs = row(placed, group, programs)
+            rows.append(columns)
+        return torch.tensor(rows, dtype=torch.int64).reshape(-1, len(COLUMNS)).to(device), programs
+
+    parts, part_programs = table([(placed, g) for g, members in enumerate(sparse) for placed in members])
+    last = groups[-1] if attends else [_Placed(_whole(plan, problem.key_heads), s) for s, (_, plan) in enumerate(plans)]
+    final, final_programs = table([(placed, None) for placed in last])
+    offsets = [
+        [problem.pattern.offset(g, problem.key_heads, members[0].family.row_stride) for g in range(problem.key_heads)]
+        for members in sparse
+    ]
+    return Work(
+        parts=parts,
+        part_programs=part_programs,
+        final=final,
+        final_programs=final_programs,
+        attends=attends,
+        groups=len(sparse),
+        layout=torch.tensor(layout, dtype=torch.int64).to(device),
+        offsets=torch.tensor(offsets, dtype=torch.int64).to(device),
+        part_rows=part_rows,
+        complete=square,
+        covered=problem.lengths is None and bool(plans),
+    )
+
+
+def _whole(plan: Plan, key_heads: int) -> TileFamily:
+    """All rows of a sequence as one tile, for adding up parts."""
+    return TileFamily(
+        branch=0,
+        key_heads=range(key_heads),
+        head_row_step=0,
+        q_start=plan.queries.start,
+        q_rows=len(plan.queries),
+        k_start=plan.keys.start,
+        k_rows=len(plan.keys),
+        row_stride=1,
+        tile_step=len(plan.keys),
+        tiles=1,
+        causal=False,
+        zero_keys=0,
+    )
