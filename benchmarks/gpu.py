@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,7 +163,7 @@ def main() -> None:
     names = options.only.split(",") if options.only else list(SETTINGS)
     torch.manual_seed(0)
     report = {
-        "command": " ".join(["python3", "benchmarks/gpu.py", *sys.argv[1:]]),
+        "command": f"PYTHONPATH=src python3 benchmarks/gpu.py --only '{','.join(names)}' --backends {options.backends}",
         "gpu": torch.cuda.get_device_name(),
         "python": platform.python_version(),
         "torch": torch.__version__,
