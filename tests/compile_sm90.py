@@ -47,6 +47,7 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True):
         "ATTEND": True,
         "FINAL": final,
         "DROPOUT": False,
+        "WIDE": False,
         "PRECISION": "tf32" if size == 2 else "ieee",
         "group": 1,  # as Triton specialises it
     }

@@ -316,15 +316,43 @@ def test_samples_do_not_influence_one_another(backend):
         torch.testing.assert_close(together[b : b + 1], alone, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1.7, 300.0])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_scale_and_large_scores(backend):
-    q, k, v = (x.detach() for x in random_inputs(1, 40, 40, 2, 2, 8))
+def test_scale_and_large_scores(backend, scale, causal):
+    inputs = random_inputs(1, 40, 40, 2, 2, 8)
     pattern = Dilated([8, 20], [1, 2])
-    for scale in (0.0, -0.3, 1.7, 300.0):
-        out, lse = attention(q, k, v, pattern, scale=scale, backend=backend, return_lse=True)
-        expected = oracle.attention(q, k, v, pattern, scale=scale)
-        torch.testing.assert_close(out, expected[0], rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(lse, expected[1], rtol=1e-10, atol=1e-10)
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(1, 2, 40)
+    options = {"scale": scale, "is_causal": causal}
+    expected = with_grads(lambda *x: oracle.attention(*x, pattern, **options), inputs, dout, dlse)
+    call = lambda *x: attention(*x, pattern, backend=backend, return_lse=True, **options)  # noqa: E731
+    assert_same(with_grads(call, inputs, dout, dlse), expected, 1e-10)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offsets_that_fall_with_the_head_in_any_layout(backend):
+    pattern = Dilated([8, 16], [4, 2], offsets=[3, 2, 1, 0])
+    q, k, v = (x.detach() for x in random_inputs(1, 20, 20, 4, 4, 4))
+    expected, _ = oracle.attention(q, k, v, pattern)
+    torch.testing.assert_close(attention(q, k, v, pattern, backend=backend), expected)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    torch.testing.assert_close(attention(*heads_first, pattern, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_gradients_of_lse_in_half_precision(backend):
+    q, k, v = random_inputs(1, 16, 16, 2, 2, 4, torch.float16)
+    _, lse = attention(q, k, v, Dilated([8, 16], [1, 2]), backend=backend, return_lse=True)
+    (dq,) = torch.autograd.grad((lse * 1e5).mean(), q)
+    assert dq.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_batch_of_empty_samples_still_has_gradients(backend):
+    inputs = random_inputs(2, 6, 6, 2, 2, 4)
+    out = attention(*inputs, Dilated([4], [1]), lengths=torch.tensor([0, 0]), backend=backend)
+    out.sum().backward()
+    assert all((x.grad is None or (x.grad == 0).all()) for x in inputs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

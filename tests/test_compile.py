@@ -99,6 +99,18 @@ def test_autocast_computes_in_its_type():
         assert torch.equal(compiled(q, k, v), expected)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_autocast_with_inputs_of_two_types(backend):
+    """As after a rotary embedding in float32 beside values from a linear layer."""
+    q, k, v = inputs(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = attention(q, k, v.bfloat16(), PATTERN, return_lse=True, backend=backend)
+    expected, expected_lse = attention(*(x.bfloat16() for x in (q, k, v)), PATTERN, return_lse=True, backend=backend)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert lse.dtype == torch.float32
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_activation_checkpointing_gives_the_same_gradients(dropout_p):
     q, k, v = inputs()

@@ -36,8 +36,14 @@ def call(q=(2, 20, 4, 8), k=(2, 20, 4, 8), v=None, pattern=PATTERN, **options):
         ({"pattern": Dilated([8], [4], [0, 1])}, ValueError, "got 2 offsets (0, 1) for 4 key heads"),
         ({"backend": "magic"}, ValueError, "one of 'auto', 'triton', 'sdpa', 'eager', 'reference', got 'magic'"),
         ({"mixing_gradient": "none"}, ValueError, "'exact' or 'detached', got 'none'"),
-        ({"dropout_p": 1.0}, ValueError, "0 <= dropout_p < 1, got 1.0"),
+        ({"dropout_p": 1.0}, ValueError, "0 <= p < 1, got 1.0"),
         ({"scale": float("nan")}, ValueError, "scale must be finite"),
+        ({"scale": torch.ones(())}, TypeError, "multiply the query by a learned scale"),
+        ({"dropout_p": "0.1"}, TypeError, "must be a number, got '0.1'"),
+        ({"is_causal": "no"}, TypeError, "True or False, got 'no'"),
+        ({"seed": 1.5}, ValueError, "integer of 64 bits, got 1.5"),
+        ({"seed": torch.arange(3)}, ValueError, "one integer, got a tensor of shape (3,)"),
+        ({"lengths": torch.ones(2, 20, dtype=torch.bool)}, ValueError, "the lengths of a mask are mask.sum(-1)"),
         ({"lengths": [20, 20]}, TypeError, "lengths must be a torch.Tensor of integers, got list"),
         ({"lengths": torch.tensor([20, 21])}, ValueError, "between 0 and the 20 positions of key, got [20, 21]"),
         ({"lengths": torch.tensor([20, -1])}, ValueError, "between 0 and the 20 positions of key, got [20, -1]"),
@@ -74,6 +80,22 @@ def test_the_reference_refuses_what_would_not_fit():
     x = torch.zeros(1, 40_000, 1, 1)
     with pytest.raises(ValueError, match="at most 1073741824"):
         attention(x, x, x, PATTERN, backend="reference")
+
+
+def test_forward_mode_derivatives_are_refused_not_dropped():
+    q, k, v = (torch.randn(1, 8, 2, 4) for _ in range(3))
+    for backend in ("sdpa", "eager"):
+        with pytest.raises(NotImplementedError, match="backend='reference'"):
+            torch.func.jvp(lambda x: attention(x, k, v, PATTERN, backend=backend), (q,), (q,))  # noqa: B023
+    _, tangent = torch.func.jvp(lambda x: attention(x, k, v, PATTERN, backend="reference"), (q,), (q,))
+    assert tangent.abs().sum() > 0
+
+
+def test_rows_of_weights_must_be_integers():
+    x = torch.zeros(1, 10, 2, 8)
+    for rows in (torch.ones(10, dtype=torch.bool), [3.9], "all", None, slice(3)):
+        with pytest.raises(TypeError, match="query_rows must be"):
+            attention_weights(x, x, PATTERN, rows)
 
 
 def test_rows_of_weights_must_exist():

@@ -96,7 +96,7 @@ def test_attention_map_of_chosen_rows():
     x = torch.randn(2, 40, 32)
     _, weights = module(x, x, x, need_weights=True, average_attn_weights=False, is_causal=True)
     torch.testing.assert_close(module.attention_map(x, x, [3, -1], is_causal=True), weights[:, :, [3, -1]])
-    torch.testing.assert_close(module.attention_map(x[0], x[0], [3], is_causal=True), weights[:1, :, [3]])
+    torch.testing.assert_close(module.attention_map(x[0], x[0], [3], is_causal=True), weights[0, :, [3]])
     long = torch.randn(1, 100_000, 32)
     assert module.attention_map(long, long, [99_999]).shape == (1, 4, 1, 100_000)
 
@@ -121,12 +121,38 @@ def test_dilated_attention_module_is_the_function():
     assert "segment_lengths=(8, 16)" in repr(module)
 
 
+def test_options_of_the_authors_code_reach_the_attention():
+    plain, theirs = (
+        MultiheadDilatedAttention(
+            16,
+            4,
+            [8, 16],
+            [1, 2],
+            layer_norm=False,
+            dtype=torch.float64,
+            torchscale_padding=padding,
+            mixing_gradient=mixing,
+        )
+        for padding, mixing in ((False, "exact"), (True, "detached"))
+    )
+    theirs.load_state_dict(plain.state_dict())
+    x = torch.randn(1, 19, 16, dtype=torch.float64)
+    heads = [p(x).view(1, 19, 4, 4) for p in (theirs.q_proj, theirs.k_proj, theirs.v_proj)]
+    expected = oracle.attention(*heads, Dilated([8, 16], [1, 2], torchscale_padding=True))[0]
+    torch.testing.assert_close(theirs(x, x, x)[0], theirs.out_proj(expected.flatten(2)))
+    theirs.attention.pattern = plain.attention.pattern
+    for module in (plain, theirs):
+        module(x, x, x)[0].square().sum().backward()
+    torch.testing.assert_close(plain.out_proj.weight.grad, theirs.out_proj.weight.grad)
+    assert not torch.allclose(plain.q_proj.weight.grad, theirs.q_proj.weight.grad)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"embed_dim": 30}, "embed_dim must be a positive multiple of num_heads, got embed_dim=30, num_heads=4"),
         ({"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads"),
-        ({"dropout": 1.0}, "0 <= attention_dropout < 1"),
+        ({"dropout": 1.0}, "0 <= p < 1"),
         ({"backend": "cuda"}, "backend must be one of 'auto'"),
         ({"offsets": [0, 1]}, "one integer per key head"),
     ],

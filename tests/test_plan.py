@@ -157,7 +157,7 @@ def test_bad_patterns_say_the_rule_and_the_values(arguments, message):
         Dilated(*arguments)
 
 
-@pytest.mark.parametrize("lengths", [[4.5], "48", 4])
+@pytest.mark.parametrize("lengths", [[4.5], "48", 4, {4, 8}, {4: 8}])
 def test_bad_types_are_refused(lengths):
     with pytest.raises(TypeError, match="segment_lengths"):
         Dilated(lengths, [1])

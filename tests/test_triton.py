@@ -160,9 +160,10 @@ def test_every_row_has_one_writer_and_every_part_one_reader(n, m, lengths, causa
     for c, b, t, a in tiles(todo.parts):
         shift = t * c["tile_step"] + a * c["head_row_step"]
         g = c["first_head"] + a * c["head_step"]
-        segment = (b * 3 + g) * c["segments"] + c["first_segment"] + t
+        segment = (b * 3 + g) * c["segments"] + c["own_segment"] + t
         for x in range(c[f"{side}_rows"]):
-            place = c["part_base"] + segment * c["capacity"] + c["first_row_of_segment"] + x
+            assert 0 <= c["own_number"] + x < c["capacity"]
+            place = c["part_base"] + segment * c["capacity"] + c["own_number"] + x
             assert place not in parts
             row = c[f"{side}_start"] + shift + x * c["row_stride"]
             parts[place] = (c["sequence"], b, g, row + c["to_position"])
@@ -173,14 +174,47 @@ def test_every_row_has_one_writer_and_every_part_one_reader(n, m, lengths, causa
             for g in range(3):
                 for i in plan.keys if by_keys else plan.queries:
                     for p in range(todo.groups):
-                        base, segments, capacity, w, r = todo.layout[s * todo.groups + p].tolist()
+                        base, segments, capacity, w, r, segment, low = todo.layout[s * todo.groups + p].tolist()
                         number, rest = divmod(i % w - int(todo.offsets[p, g]), r)
                         if number >= 0 and rest == 0:
-                            place = base + ((b * 3 + g) * segments + i // w) * capacity + number
+                            place = base + ((b * 3 + g) * segments + i // w - segment) * capacity + number - low
                             assert parts.get(place, (s, b, g, i)) == (s, b, g, i)
                             assert place in parts or not todo.complete
                             found += place in parts
     assert found == len(parts)
+
+
+def test_parts_of_a_decoding_step_do_not_grow_with_the_sequence():
+    from dilated_attention_pytorch.backends.triton.tables import work
+    from dilated_attention_pytorch.problem import Problem
+
+    pattern = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+    for keys in (10**5, 10**6):
+        problem = Problem(pattern, True, 1, 1, keys, 32, 32, None, None)
+        assert work(problem, block=64, by_keys=False, device=torch.device("cpu")).part_rows <= 2 * 10 * 32
+
+
+def test_rows_further_apart_than_32_bits_reach():
+    """A storage of 2**31 elements is too much for a test; the same kernel with 64-bit offsets on a small one is not."""
+    from dilated_attention_pytorch.backends.triton import run
+
+    tensors = inputs(1, 70, 70, 2, 1, 16)
+    pattern = Dilated([24, 64], [1, 3])
+    narrow = attention(*tensors, pattern, backend="triton")
+    original = run._constants
+    run._constants = lambda *arguments: original(*arguments) | {"WIDE": True}
+    try:
+        out = attention(*tensors, pattern, backend="triton")
+        assert torch.equal(out, narrow)
+        torch.autograd.grad(out.sum(), tensors)
+    finally:
+        run._constants = original
+
+
+def test_tables_and_kernels_agree_on_columns():
+    from dilated_attention_pytorch.backends.triton import primitives, tables
+
+    assert len(tables.COLUMNS) == primitives.COLUMNS.value
 
 
 def test_refusals():

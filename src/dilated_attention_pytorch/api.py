@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dilated_attention_pytorch import backends, ops
 from dilated_attention_pytorch.backends import reference
@@ -29,7 +30,9 @@ def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} must be (batch, sequence, heads, head size), got {x.dim()} dimensions: {tuple(x.shape)}"
             )
     if not query.dtype == key.dtype == value.dtype:
-        raise TypeError(f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
+        raise TypeError(
+            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; use .to()"
+        )
     if query.dtype not in _DTYPES:
         raise TypeError(f"the dtype must be one of {', '.join(map(str, _DTYPES))}, got {query.dtype}; convert with .to()")
     if not query.device == key.device == value.device:
@@ -53,50 +56,83 @@ def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
+def _check_pattern(pattern: Dilated) -> None:
+    if not isinstance(pattern, Dilated):
+        raise TypeError(f"pattern must be a Dilated, got {type(pattern).__name__}; write Dilated([2048, 4096], [1, 2])")
+
+
+def _check_no_forward_derivative(*tensors: Tensor) -> None:
+    """Operators without a forward-mode formula would drop the tangent in silence."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
+        raise NotImplementedError("forward-mode derivatives need backend='reference' (short sequences)")
+
+
 def _check_index_vector(name: str, x: Tensor | None, entries: int | None, device: torch.device) -> None:
     if x is None:
         return
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor of integers, got {type(x).__name__}; use torch.tensor({name})")
     if x.dtype not in _INDEX_DTYPES or x.dim() != 1:
-        raise ValueError(f"{name} must be one-dimensional int32 or int64, got {x.dim()} dimensions of {x.dtype}")
+        hint = "; the lengths of a mask are mask.sum(-1)" if x.dtype == torch.bool else ""
+        raise ValueError(f"{name} must be one-dimensional int32 or int64, got {x.dim()} dimensions of {x.dtype}{hint}")
     if entries is not None and x.shape[0] != entries:
         raise ValueError(f"{name} must have one entry per sample: got {x.shape[0]} entries for a batch of {entries}")
     if x.device != device and x.device.type != "cpu":
         raise ValueError(f"{name} must be on the device of query ({device}) or on the CPU, got {x.device}")
 
 
-def _check_options(
-    query: Tensor,
-    key: Tensor,
-    scale: float | None,
-    dropout_p: float,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    mixing_gradient: str,
-) -> None:
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must satisfy 0 <= dropout_p < 1, got {dropout_p}")
+def check_options(scale: float | None, dropout_p: float, mixing_gradient: str) -> None:
+    """Raise if an option that does not depend on tensors is not one ``attention`` takes."""
+    if isinstance(scale, Tensor) or not isinstance(scale, float | int | None):
+        raise TypeError(
+            f"scale must be a number, got {type(scale).__name__}; multiply the query by a learned scale instead"
+        )
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
+    if not isinstance(dropout_p, float | int):
+        raise TypeError(f"the dropout probability must be a number, got {dropout_p!r}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"the dropout probability p must satisfy 0 <= p < 1, got {dropout_p}")
     if mixing_gradient not in ("exact", "detached"):
         raise ValueError(f"mixing_gradient must be 'exact' or 'detached', got {mixing_gradient!r}")
+
+
+def _check_call(
+    query: Tensor,
+    key: Tensor,
+    is_causal: bool,
+    seed: int | Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}; other masks are not supported")
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.is_floating_point():
+            raise ValueError(f"seed must be one integer, got a tensor of shape {tuple(seed.shape)} and {seed.dtype}")
+    elif seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
+        raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
     _check_index_vector("lengths", lengths, query.shape[0], query.device)
     _check_index_vector("cu_seqlens", cu_seqlens, None, query.device)
-    if cu_seqlens is not None:
-        if lengths is not None:
-            raise ValueError("lengths (padded samples) and cu_seqlens (packed documents) exclude one another; pass one")
-        if query.shape[1] != key.shape[1]:
-            raise ValueError(
-                f"cu_seqlens needs as many queries as keys, got {query.shape[1]} and {key.shape[1]}; decode one document "
-                "at a time instead"
-            )
-        if cu_seqlens.shape[0] < 2:
-            raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total, got {cu_seqlens.shape[0]}")
+    if cu_seqlens is None:
+        return
+    if lengths is not None:
+        raise ValueError("lengths (padded samples) and cu_seqlens (packed documents) exclude one another; pass one")
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"cu_seqlens needs as many queries as keys, got {query.shape[1]} and {key.shape[1]}; decode one document at a "
+            "time instead"
+        )
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total, got {cu_seqlens.shape[0]}")
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast does to the inputs of ``scaled_dot_product_attention``."""
+    if not all(isinstance(x, Tensor) for x in tensors):
+        return tensors  # refused below
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -183,14 +219,16 @@ def attention(
     >>> attention(q, k, v, Dilated([256, 512], [1, 2]), is_causal=True).shape
     torch.Size([1, 1000, 8, 64])
     """
-    if not isinstance(pattern, Dilated):
-        raise TypeError(f"pattern must be a Dilated, got {type(pattern).__name__}; write Dilated([2048, 4096], [1, 2])")
-    _check_qkv(query, key, value)
-    _check_options(query, key, scale, dropout_p, lengths, cu_seqlens, mixing_gradient)
-    pattern.check_key_heads(key.shape[2])
+    _check_pattern(pattern)
     query, key, value = _autocast(query, key, value)
+    _check_qkv(query, key, value)
+    check_options(scale, dropout_p, mixing_gradient)
+    _check_call(query, key, is_causal, seed, lengths, cu_seqlens)
+    pattern.check_key_heads(key.shape[2])
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     chosen = backends.choose(backend, Request.of(query, dropout_p))
+    if chosen != "reference":
+        _check_no_forward_derivative(query, key, value)
     detach = mixing_gradient == "detached"
     used_seed = _seed(seed, dropout_p, query)
     if chosen == "reference":
@@ -226,7 +264,9 @@ def _reference(
         return reference.attend(query, key, value, pattern, **options, first_sample=0, first_row=0)
     (batch, n, heads, _), m = query.shape, key.shape[1]
     # Sequences of their own are computed on their own: a NaN in one cannot reach another through 0 * NaN.
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    # (selected, so that the result belongs to the graph even if every sequence is empty)
+    never = torch.zeros((), dtype=torch.bool, device=query.device)
+    out = torch.where(never, query, 0.0)
     lse = torch.full((batch, heads, n), -torch.inf, dtype=accumulate_dtype(query.dtype), device=query.device)
     for span in spans(batch, n, m, host_lengths(lengths, m), host_cu_seqlens(cu_seqlens, m)):
         part, part_lse = reference.attend(
@@ -303,11 +343,19 @@ def attention_weights(
     >>> attention_weights(q, k, Dilated([256, 512], [1, 2]), query_rows=[0, 999]).sum(-1).allclose(torch.tensor(1.0))
     True
     """
+    _check_pattern(pattern)
     _check_qkv(query, key, key)
-    _check_options(query, key, scale, 0.0, lengths, None, "exact")
+    check_options(scale, 0.0, "exact")
+    _check_call(query, key, is_causal, None, lengths, None)
     pattern.check_key_heads(key.shape[2])
     n, m = query.shape[1], key.shape[1]
-    rows = torch.as_tensor(query_rows, dtype=torch.int64, device=query.device)
+    if not isinstance(query_rows, Tensor | list | tuple | range):
+        raise TypeError(f"query_rows must be a list or tensor of row numbers, got {query_rows!r}")
+    rows = torch.as_tensor(query_rows, device=query.device)
+    if rows.numel() == 0:
+        rows = rows.to(torch.int64)
+    if rows.dtype not in _INDEX_DTYPES:
+        raise TypeError(f"query_rows must be integers, got {rows.dtype}; a mask becomes row numbers by mask.nonzero()")
     if rows.dim() != 1 or (rows.numel() and (int(rows.min()) < -n or int(rows.max()) >= n)):
         raise ValueError(f"query_rows must be a list of row numbers from {-n} to {n - 1}, got {query_rows}")
     rows = torch.where(rows < 0, rows + n, rows)

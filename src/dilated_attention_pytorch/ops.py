@@ -49,7 +49,8 @@ def _attend(
     if backend == "triton":
         from dilated_attention_pytorch.backends.triton import run  # imports triton
 
-        return run.forward(problem, query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+            return run.forward(problem, query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
     assert dropout_p == 0.0, "refused by why_not"
     return tiles.forward(problem, query, key, value, scale=scale, kernel=_tile_kernel(backend, query))
 
@@ -85,7 +86,8 @@ def _attend_backward(
     if backend == "triton":
         from dilated_attention_pytorch.backends.triton import run  # imports triton
 
-        return run.backward(problem, *tensors, scale=scale, dropout_p=dropout_p, seed=seed, detach_mixing=detach_mixing)
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            return run.backward(problem, *tensors, scale=scale, dropout_p=dropout_p, seed=seed, detach_mixing=detach_mixing)
     return tiles.backward(problem, *tensors, scale=scale, detach_mixing=detach_mixing, kernel=_tile_kernel(backend, query))
 
 
@@ -124,7 +126,9 @@ def _operator(name: str, function: Callable[..., Any], fake: Callable[..., Any])
     """
     qualified = f"dilated_attention::{name}"
     schema = torch.library.infer_schema(function, mutates_args=())
-    torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    # Launch tables live outside the memory of a captured graph: compilers must not capture the operator by themselves.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+    torch.library.define(qualified, schema, tags=tags)
     torch.library.impl(qualified, "default", function)
     torch.library.register_fake(qualified, fake)
     operator: Callable[..., Any] = getattr(torch.ops.dilated_attention, name).default

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+_MOST = 2**40  # more positions than any tensor has, few enough for 64-bit products with strides
 OFFSET_RULES = ("interleaved", "blocked")
 
 
 def _integers(name: str, values: Any) -> tuple[int, ...]:
-    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
-        raise TypeError(f"{name} must be a sequence of integers, got {values!r}; write for example {name}=[2048, 4096]")
+    if isinstance(values, str | bytes | set | frozenset | dict) or not hasattr(values, "__iter__"):
+        example = "'interleaved', 'blocked' or [0, 1, 2, 3]" if name == "offsets" else "[2048, 4096]"
+        raise TypeError(f"{name} must be a list of integers, got {values!r}; write for example {name}={example}")
     try:
         return tuple(operator.index(value) for value in values)
     except TypeError:
@@ -59,7 +61,7 @@ class Dilated:
         assign(self, "segment_lengths", _integers("segment_lengths", segment_lengths))
         assign(self, "dilation_rates", _integers("dilation_rates", dilation_rates))
         assign(self, "offsets", offsets if isinstance(offsets, str) else _integers("offsets", offsets))
-        assign(self, "torchscale_padding", bool(torchscale_padding))
+        assign(self, "torchscale_padding", torchscale_padding)
         self._validate()
 
     def _validate(self) -> None:
@@ -72,6 +74,12 @@ class Dilated:
         for name, values in (("segment_lengths", lengths), ("dilation_rates", rates)):
             if min(values) < 1:
                 raise ValueError(f"{name} must be positive, got {values}; dense attention is segment length N with rate 1")
+            if max(values) > _MOST:
+                raise ValueError(
+                    f"{name} must be at most 2**40, got {values}; any length above that of the sequence is one segment"
+                )
+        if not isinstance(self.torchscale_padding, bool):
+            raise TypeError(f"torchscale_padding must be True or False, got {self.torchscale_padding!r}")
         if isinstance(self.offsets, str):
             if self.offsets not in OFFSET_RULES:
                 rules = ", ".join(map(repr, OFFSET_RULES))

@@ -139,9 +139,15 @@ def _progressions(heads_and_offsets: list[tuple[int, int]]) -> list[tuple[range,
         if end < len(heads_and_offsets):
             head_step = heads_and_offsets[end][0] - head
             offset_step = heads_and_offsets[end][1] - offset
-        while end < len(heads_and_offsets) and heads_and_offsets[end] == (
-            head + (end - index) * head_step,
-            offset + (end - index) * offset_step,
+        # Strides must not be negative, so heads only rise.
+        while (
+            head_step > 0
+            and end < len(heads_and_offsets)
+            and heads_and_offsets[end]
+            == (
+                head + (end - index) * head_step,
+                offset + (end - index) * offset_step,
+            )
         ):
             end += 1
         if end - index == 1:

@@ -229,9 +229,11 @@ def _backward_piece_(
         # ds = p * dlse: the gradient of a tile with values 0 whose delta is -dlse.
         unit, minus_dlse, zeros = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(k)
         unit[..., 0] = 1.0
-        minus_dlse[..., 0] = -piece.queries(dlse_bnh)
-        part = kernel.backward(unit, q, k, zeros, minus_dlse, lse, causal, scale)
-        _add_gradients_(piece, grads[:2], part[:2])
+        dlse = piece.queries(dlse_bnh)
+        size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny)  # half precision could not hold it
+        minus_dlse[..., 0] = -dlse / size
+        dq, dk, _ = kernel.backward(unit, q, k, zeros, minus_dlse, lse, causal, scale)
+        _add_gradients_(piece, grads[:2], (dq * size, dk * size))
 
 
 def _add_gradients_(piece: _Piece, grads: tuple[Tensor, ...], part: tuple[Tensor, ...]) -> None:

@@ -32,6 +32,11 @@ def check_size(scores: int) -> None:
         )
 
 
+def _full_precision(x: Tensor) -> torch.autocast:
+    """Products in the type of their operands: autocast has acted on the inputs already."""
+    return torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False)
+
+
 def _scores_bhnm(query: Tensor, key: Tensor, scale: float) -> Tensor:
     group = query.shape[2] // key.shape[2]
     return torch.einsum("bnhd,bmhd->bhnm", query, key.repeat_interleave(group, dim=2)) * scale
@@ -72,7 +77,8 @@ def weights(
     """
     heads, key_heads = query.shape[2], key.shape[2]
     i, j = rows[:, None], torch.arange(length, device=key.device)[None, :]
-    s = _scores_bhnm(query, key, scale)
+    with _full_precision(query):
+        s = _scores_bhnm(query, key, scale)
     count = torch.zeros((heads, len(rows), length), dtype=s.dtype, device=s.device)
     zeros = torch.zeros((heads, len(rows), 1), dtype=s.dtype, device=s.device)
     for branch in range(len(pattern.branches)):
@@ -124,7 +130,8 @@ def attend(
                 assert seed is not None
                 part = part * _kept(seed, branch, i, j, query.shape[0], heads, dropout_p, first_sample, first_row)
             p = p + part
-    out = torch.einsum("bhnm,bmhd->bnhd", p, value.repeat_interleave(heads // key_heads, dim=2))
+    with _full_precision(query):
+        out = torch.einsum("bhnm,bmhd->bnhd", p, value.repeat_interleave(heads // key_heads, dim=2))
     return out.to(dtype).contiguous(), lse
 
 

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.api import attention
+from dilated_attention_pytorch.api import attention, check_options
 from dilated_attention_pytorch.backends import check_name
 from dilated_attention_pytorch.patterns import Dilated
 
 
 class DilatedAttention(nn.Module):
     """``dilated_attention`` with its pattern and options fixed; dropout acts in training only.
+
+    The arguments are those of ``Dilated`` and ``attention``; ``softmax_scale`` and ``attention_dropout`` are ``scale`` and
+    ``dropout_p``.
 
     >>> import torch
     >>> attend = DilatedAttention(segment_lengths=[256, 512], dilation_rates=[1, 2])
@@ -29,17 +32,22 @@ class DilatedAttention(nn.Module):
         attention_dropout: float = 0.0,
         offsets: str | Sequence[int] = "interleaved",
         backend: str = "auto",
+        *,
+        torchscale_padding: bool = False,
+        mixing_gradient: str = "exact",
     ) -> None:
         super().__init__()
-        if not 0.0 <= attention_dropout < 1.0:
-            raise ValueError(f"attention_dropout must satisfy 0 <= attention_dropout < 1, got {attention_dropout}")
         check_name(backend)
-        self.pattern = Dilated(segment_lengths, dilation_rates, offsets)
+        self.pattern = Dilated(segment_lengths, dilation_rates, offsets, torchscale_padding)
+        check_options(softmax_scale, attention_dropout, mixing_gradient)
         self.softmax_scale = softmax_scale
         self.attention_dropout = attention_dropout
         self.backend = backend
+        self.mixing_gradient = mixing_gradient
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, *, lengths: Tensor | None = None
+    ) -> Tensor:
         """Attend (B, N, H, D) over (B, M, G, D) and return (B, N, H, D)."""
         return attention(
             query,
@@ -49,6 +57,8 @@ class DilatedAttention(nn.Module):
             is_causal=is_causal,
             scale=self.softmax_scale,
             dropout_p=self.attention_dropout if self.training else 0.0,
+            lengths=lengths,
+            mixing_gradient=self.mixing_gradient,
             backend=self.backend,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.api import attention, attention_weights
+from dilated_attention_pytorch.api import attention_weights
 from dilated_attention_pytorch.nn.dilated import DilatedAttention
 
 MAX_WEIGHTS = 2**26  # B * H * N * M that need_weights=True returns: 256 MiB in float32
@@ -19,12 +19,15 @@ class MultiheadDilatedAttention(nn.Module):
 
     The forward arguments and the ``(out, weights)`` it returns are those of ``nn.MultiheadAttention``, with two
     differences: ``need_weights`` is False by default, because the weights grow with the square of the length, and
-    ``attn_mask`` is refused, because the pattern is the mask (use ``is_causal``).
+    ``attn_mask`` is refused, because the pattern is the mask (use ``is_causal``). Inside ``nn.TransformerEncoderLayer`` it
+    serves in training; in evaluation that class reads the parameters of ``nn.MultiheadAttention`` directly unless
+    ``torch.backends.mha.set_fastpath_enabled(False)``.
 
     Args:
         embed_dim: size of an embedding, split evenly over the heads.
         num_heads: query heads.
-        segment_lengths, dilation_rates, offsets: the pattern, see ``Dilated``.
+        segment_lengths, dilation_rates, offsets, torchscale_padding: the pattern, see ``Dilated``.
+        mixing_gradient: see ``attention``.
         num_kv_heads: key and value heads (grouped-query attention); as many as query heads by default.
         dropout: probability of dropping an attention weight in training.
         bias: whether the projections have one.
@@ -60,6 +63,8 @@ class MultiheadDilatedAttention(nn.Module):
         kdim: int | None = None,
         vdim: int | None = None,
         offsets: str | Sequence[int] = "interleaved",
+        torchscale_padding: bool = False,
+        mixing_gradient: str = "exact",
         softmax_scale: float | None = None,
         backend: str = "auto",
         device: torch.device | str | None = None,
@@ -81,7 +86,16 @@ class MultiheadDilatedAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.batch_first = batch_first
         self.gamma_init = gamma_init
-        self.attention = DilatedAttention(segment_lengths, dilation_rates, softmax_scale, dropout, offsets, backend)
+        self.attention = DilatedAttention(
+            segment_lengths,
+            dilation_rates,
+            softmax_scale,
+            dropout,
+            offsets,
+            backend,
+            torchscale_padding=torchscale_padding,
+            mixing_gradient=mixing_gradient,
+        )
         self.attention.pattern.check_key_heads(num_kv_heads)
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, embed_dim, **options)
@@ -115,11 +129,18 @@ class MultiheadDilatedAttention(nn.Module):
         named = {"query": (query, self.q_proj), "key": (key, self.k_proj)}
         if value is not None:
             named["value"] = (value, self.v_proj)
+        order = "batch, sequence" if self.batch_first else "sequence, batch"
         for name, (x, projection) in named.items():
-            if x.dim() != query.dim() or x.dim() not in (2, 3) or x.shape[-1] != projection.in_features:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            size = projection.in_features
+            if x.dim() not in (2, 3) or x.shape[-1] != size:
                 raise ValueError(
-                    f"{name} must be (batch, sequence, {projection.in_features}), or (sequence, {projection.in_features}) "
-                    f"for one sample, like query; got {name} {tuple(x.shape)} and query {tuple(query.shape)}"
+                    f"{name} must be ({order}, {size}), or (sequence, {size}) for one sample; got {tuple(x.shape)}"
+                )
+            if x.dim() != query.dim():
+                raise ValueError(
+                    f"{name} must have as many dimensions as query, got {tuple(x.shape)} and {tuple(query.shape)}"
                 )
 
     def forward(
@@ -171,18 +192,7 @@ class MultiheadDilatedAttention(nn.Module):
                 f"{q.shape[0]} * {self.num_heads} * {q.shape[1]} * {k.shape[1]}; use attention_map(query_rows=...) for the "
                 "rows of interest"
             )
-        scale = self.attention.softmax_scale
-        attended = attention(
-            q,
-            k,
-            v,
-            self.attention.pattern,
-            is_causal=is_causal,
-            scale=scale,
-            dropout_p=self.attention.attention_dropout if self.training else 0.0,
-            lengths=lengths,
-            backend=self.attention.backend,
-        )
+        attended = self.attention(q, k, v, is_causal, lengths=lengths)
         x = attended.flatten(-2)
         if self.inner_attn_ln is not None:
             x = self.inner_attn_ln(x)
@@ -191,10 +201,7 @@ class MultiheadDilatedAttention(nn.Module):
             out = out.transpose(0, 1)
         weights = None
         if need_weights:
-            rows = range(q.shape[1])
-            weights = attention_weights(
-                q, k, self.attention.pattern, list(rows), is_causal=is_causal, scale=scale, lengths=lengths
-            )
+            weights = self._weights(q, k, range(q.shape[1]), is_causal, lengths)
             weights = weights.mean(1) if average_attn_weights else weights
         if unbatched:
             out = out.squeeze(0 if self.batch_first else 1)
@@ -218,13 +225,20 @@ class MultiheadDilatedAttention(nn.Module):
         torch.Size([1, 4, 2, 1000])
         """
         self._check_embeddings(query, key, None)
-        if query.dim() == 2:
+        unbatched = query.dim() == 2
+        if unbatched:
             dim = 0 if self.batch_first else 1
             query, key = query.unsqueeze(dim), key.unsqueeze(dim)
         q = self._heads(query, self.q_proj, self.num_heads)
         k = self._heads(key, self.k_proj, self.num_kv_heads)
+        weights = self._weights(q, k, query_rows, is_causal, lengths)
+        return weights.squeeze(0) if unbatched else weights
+
+    def _weights(
+        self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool, lengths: Tensor | None
+    ) -> Tensor:
         pattern, scale = self.attention.pattern, self.attention.softmax_scale
-        return attention_weights(q, k, pattern, query_rows, is_causal=is_causal, scale=scale, lengths=lengths)
+        return attention_weights(q, k, pattern, rows, is_causal=is_causal, scale=scale, lengths=lengths)
 
 
 def _lengths_from_mask(mask: Tensor, batch: int, keys: int) -> Tensor:

@@ -161,6 +161,7 @@ def dq_kernel(
     ATTEND: tl.constexpr,
     FINAL: tl.constexpr,
     DROPOUT: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq of one block of query rows: ``scale * sum_j p_ij (dp_ij - delta_i) k_j``."""
@@ -177,15 +178,15 @@ def dq_kernel(
     first_row = q_start + first * stride
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if ATTEND:
-        place = (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M)
+        place = (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M, WIDE)
 
         q_step = stride * q_stride_n
         dout_step = stride * dout_stride_n
         q_pointer = Q + sample * q_stride_b + (q_start + first * stride) * q_stride_n + head * q_stride_h
         dout_pointer = DOUT + sample * dout_stride_b + (q_start + first * stride) * dout_stride_n + head * dout_stride_h
-        q = load_block(q_pointer, block_offsets(q_step, BLOCK_M, BLOCK_D), q_rows - first, D, BLOCK_M, BLOCK_D, True)
+        q = load_block(q_pointer, block_offsets(q_step, BLOCK_M, BLOCK_D, WIDE), q_rows - first, D, BLOCK_M, BLOCK_D, True)
         dout = load_block(
-            dout_pointer, block_offsets(dout_step, BLOCK_M, BLOCK_D), q_rows - first, D, BLOCK_M, BLOCK_D, True
+            dout_pointer, block_offsets(dout_step, BLOCK_M, BLOCK_D, WIDE), q_rows - first, D, BLOCK_M, BLOCK_D, True
         )
         # rows behind the tile: p = exp2(0 - inf) = 0
         lse2 = tl.load(LSE + place, mask=inside, other=float("inf")) * LOG2_E
@@ -194,8 +195,8 @@ def dq_kernel(
         v_step = stride * v_stride_n
         k_pointer = K + sample * k_stride_b + k_start * k_stride_n + key_head * k_stride_h
         v_pointer = V + sample * v_stride_b + k_start * v_stride_n + key_head * v_stride_h
-        k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D)
-        v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D)
+        k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D, WIDE)
+        v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE)
         stream = tl.full([], 0, tl.uint32)
         q_positions = q_start + q_shift + rows * stride
         if DROPOUT:
@@ -215,13 +216,13 @@ def dq_kernel(
         )  # fmt: skip
         dq *= scale
     if FINAL:
-        positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M)).to(tl.int32)
+        positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
         sequence = tl.load(row + 16)
         for part in range(parts):
             places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, H, key_head, G, positions)
             dq = _add_parts(dq, PARTS, places, there & inside, D, BLOCK_D)
         start = ((sample * N + first_row) * H + head) * D
-        _store_rows(DQ, start, block_offsets(stride * H * D, BLOCK_M, BLOCK_D), inside, dq, D, BLOCK_D)
+        _store_rows(DQ, start, block_offsets(stride * H * D, BLOCK_M, BLOCK_D, WIDE), inside, dq, D, BLOCK_D)
     else:
         start = (own_part_row(row, own_sample, head, H, tile) + first) * D
         offsets = tl.arange(0, BLOCK_M)[:, None] * D + tl.arange(0, BLOCK_D)[None, :]
@@ -261,10 +262,11 @@ def _dkv_over_queries(
     BLOCK_M: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Sum over ``first_blocks`` blocks of query rows from ``start`` and ``blocks`` blocks from ``then``."""
-    offsets = row_offsets(stride, BLOCK_M)
+    offsets = row_offsets(stride, BLOCK_M, WIDE)
     for index in tl.range(0, first_blocks + blocks):
         m = tl.where(index < first_blocks, start + index * BLOCK_M, then + (index - first_blocks) * BLOCK_M)
         q = load_block(q_pointer + m * q_step, q_offsets, q_rows - m, D, BLOCK_M, BLOCK_D, MASKED)
@@ -339,6 +341,7 @@ def dkv_kernel(
     ATTEND: tl.constexpr,
     FINAL: tl.constexpr,
     DROPOUT: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dk and dv of one block of key rows, summed over the query rows that see it and the query heads of its group."""
@@ -359,12 +362,12 @@ def dkv_kernel(
         v_step = stride * v_stride_n
         k_pointer = K + sample * k_stride_b + (k_start + first * stride) * k_stride_n + key_head * k_stride_h
         v_pointer = V + sample * v_stride_b + (k_start + first * stride) * v_stride_n + key_head * v_stride_h
-        k = load_block(k_pointer, block_offsets(k_step, BLOCK_N, BLOCK_D), k_rows - first, D, BLOCK_N, BLOCK_D, True)
-        v = load_block(v_pointer, block_offsets(v_step, BLOCK_N, BLOCK_D), k_rows - first, D, BLOCK_N, BLOCK_D, True)
+        k = load_block(k_pointer, block_offsets(k_step, BLOCK_N, BLOCK_D, WIDE), k_rows - first, D, BLOCK_N, BLOCK_D, True)
+        v = load_block(v_pointer, block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE), k_rows - first, D, BLOCK_N, BLOCK_D, True)
         q_step = stride * q_stride_n
         dout_step = stride * dout_stride_n
-        q_offsets = block_offsets(q_step, BLOCK_M, BLOCK_D)
-        dout_offsets = block_offsets(dout_step, BLOCK_M, BLOCK_D)
+        q_offsets = block_offsets(q_step, BLOCK_M, BLOCK_D, WIDE)
+        dout_offsets = block_offsets(dout_step, BLOCK_M, BLOCK_D, WIDE)
         k_positions = k_start + columns * stride
 
         # Masked are the blocks of query rows that cross the diagonal, from row `begin` on, and the one the tile's end cuts.
@@ -385,18 +388,18 @@ def dkv_kernel(
             dk, dv = _dkv_over_queries(
                 dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
                 dout_offsets, begin, crossing, end, cut, q_rows, columns, causal, scale_log2, stream, q_start + q_shift,
-                k_positions, stride, threshold, keep_scale, D, BLOCK_D, BLOCK_M, True, DROPOUT, PRECISION,
+                k_positions, stride, threshold, keep_scale, D, BLOCK_D, BLOCK_M, True, DROPOUT, WIDE, PRECISION,
             )  # fmt: skip
             dk, dv = _dkv_over_queries(
                 dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
                 dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_rows, columns, causal, scale_log2, stream,
                 q_start + q_shift, k_positions, stride, threshold, keep_scale,
-                D, BLOCK_D, BLOCK_M, False, DROPOUT, PRECISION,
+                D, BLOCK_D, BLOCK_M, False, DROPOUT, WIDE, PRECISION,
             )  # fmt: skip
         dk *= scale
     if FINAL:
         first_row = k_start + first * stride
-        positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_N)).to(tl.int32)
+        positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_N, WIDE)).to(tl.int32)
         sequence = tl.load(row + 16)
         for part in range(parts):
             places, there = part_rows(
@@ -405,7 +408,7 @@ def dkv_kernel(
             dk = _add_parts(dk, DK_PARTS, places, there & inside, D, BLOCK_D)
             dv = _add_parts(dv, DV_PARTS, places, there & inside, D, BLOCK_D)
         start = ((sample * M + first_row) * G + key_head) * D
-        offsets = block_offsets(stride * G * D, BLOCK_N, BLOCK_D)
+        offsets = block_offsets(stride * G * D, BLOCK_N, BLOCK_D, WIDE)
         _store_rows(DK, start, offsets, inside, dk, D, BLOCK_D)
         _store_rows(DV, start, offsets, inside, dv, D, BLOCK_D)
     else:

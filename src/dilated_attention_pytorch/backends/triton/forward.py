@@ -1,4 +1,4 @@
-"""The forward kernel: one program per block of query rows of a tile, merged into what earlier launches left."""
+"""The forward kernel: one program per block of query rows of a tile. It writes a part, or adds parts and writes."""
 
 from __future__ import annotations
 
@@ -128,6 +128,7 @@ def forward_kernel(
     FINAL: tl.constexpr,  # add the parts and write OUT, else write parts
     DROPOUT: tl.constexpr,
     NEGATIVE: tl.constexpr,  # the scale is negative
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attention of one block of query rows over all keys of its tile.
@@ -154,15 +155,15 @@ def forward_kernel(
     if ATTEND:
         q_step = stride * q_stride_n
         q_pointer = Q + sample * q_stride_b + (q_start + first * stride) * q_stride_n + head * q_stride_h
-        q = load_block(q_pointer, block_offsets(q_step, BLOCK_M, BLOCK_D), q_rows - first, D, BLOCK_M, BLOCK_D, True)
+        q = load_block(q_pointer, block_offsets(q_step, BLOCK_M, BLOCK_D, WIDE), q_rows - first, D, BLOCK_M, BLOCK_D, True)
         if NEGATIVE:
             q = -q
         k_step = stride * k_stride_n
         v_step = stride * v_stride_n
         k_pointer = K + sample * k_stride_b + k_start * k_stride_n + key_head * k_stride_h
         v_pointer = V + sample * v_stride_b + k_start * v_stride_n + key_head * v_stride_h
-        k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D)
-        v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D)
+        k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D, WIDE)
+        v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE)
 
         stream = tl.full([], 0, tl.uint32)
         q_positions = q_start + q_shift + rows * stride
@@ -187,7 +188,7 @@ def forward_kernel(
     d = tl.arange(0, BLOCK_D)
     if FINAL:
         first_row = q_start + first * stride
-        positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M)).to(tl.int32)
+        positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
         sequence = tl.load(row + 16)
         for part in range(parts):
             places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, H, key_head, G, positions)
@@ -195,9 +196,9 @@ def forward_kernel(
             there = part_lse2 > -float("inf")
             part_out = tl.load(PARTS + places[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
             acc, m2 = merge(acc, m2, part_out, part_lse2)
-        tl.store(LSE + (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M), m2 * LN_2, mask=inside)
+        tl.store(LSE + (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M, WIDE), m2 * LN_2, mask=inside)
         out_start = ((sample * N + first_row) * H + head) * D
-        out_pointers = OUT + out_start + block_offsets(stride * H * D, BLOCK_M, BLOCK_D)
+        out_pointers = OUT + out_start + block_offsets(stride * H * D, BLOCK_M, BLOCK_D, WIDE)
         tl.store(out_pointers, acc.to(OUT.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
     else:
         places = own_part_row(row, own_sample, head, H, tile) + first

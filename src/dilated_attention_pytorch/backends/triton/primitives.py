@@ -70,27 +70,29 @@ def own_part_row(row, own_sample, head, heads, tile):
 @triton.jit
 def part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, heads, key_head, key_heads, positions):
     """Where a group keeps its results for these positions, and which of them it has: see tables.py."""
-    entry = LAYOUT + (sequence * parts + part) * 5
+    entry = LAYOUT + (sequence * parts + part) * 7
     w = tl.load(entry + 3).to(tl.int32)
     r = tl.load(entry + 4).to(tl.int32)
     offset = tl.load(OFFSETS + part * key_heads + key_head).to(tl.int32)
     segment = positions // w
     inside = positions - segment * w - offset
     number = inside // r
-    first = tl.load(entry) + (own_sample * heads + head) * tl.load(entry + 1) * tl.load(entry + 2)
-    return first + segment.to(tl.int64) * tl.load(entry + 2) + number, (inside >= 0) & (inside == number * r)
+    capacity = tl.load(entry + 2)
+    first = tl.load(entry) + ((own_sample * heads + head) * tl.load(entry + 1) - tl.load(entry + 5)) * capacity
+    places = first + segment.to(tl.int64) * capacity + number - tl.load(entry + 6)
+    return places, (inside >= 0) & (inside == number * r)
 
 
 @triton.jit
-def row_offsets(step, BLOCK: tl.constexpr):
-    """Offsets of consecutive rows of a tile in a vector of one number per row."""
-    return tl.arange(0, BLOCK) * step.to(tl.int32)
+def row_offsets(step, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of consecutive rows of a tile; int32 unless a block may span 2**31 elements (WIDE)."""
+    return tl.arange(0, BLOCK) * (step if WIDE else step.to(tl.int32))
 
 
 @triton.jit
-def block_offsets(step, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Element offsets (BLOCK, BLOCK_D) of consecutive rows of a tile; a block spans less than 2**31 elements."""
-    return tl.arange(0, BLOCK)[:, None] * step.to(tl.int32) + tl.arange(0, BLOCK_D)[None, :]
+def block_offsets(step, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+    """Element offsets (BLOCK, BLOCK_D) of consecutive rows of a tile."""
+    return row_offsets(step, BLOCK, WIDE)[:, None] + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit

@@ -25,8 +25,9 @@ def _configs(x: Tensor) -> Configs:
     return configs(capability, x.dtype, x.shape[-1])
 
 
-def _constants(x: Tensor, config: Config, dropout_p: float) -> dict[str, Any]:
+def _constants(problem: Problem, x: Tensor, config: Config, dropout_p: float, strides: tuple[int, ...]) -> dict[str, Any]:
     """What all kernels over tiles are specialised on."""
+    step = max(problem.pattern.dilation_rates) * max(*strides, problem.heads * x.shape[-1])
     # float32 products are exact to float32 unless the caller allowed less for all of PyTorch.
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     return {
@@ -35,6 +36,7 @@ def _constants(x: Tensor, config: Config, dropout_p: float) -> dict[str, Any]:
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "DROPOUT": dropout_p > 0.0,
+        "WIDE": step * max(config.block_m, config.block_n) >= 2**31,
         "PRECISION": "ieee" if exact else "tf32",
         "num_warps": config.warps,
         "num_stages": config.stages,
@@ -85,13 +87,14 @@ def forward(
     if not todo.covered:
         lse.fill_(-torch.inf)
     parts, parts_lse2 = _parts(query, todo, 0.0, query.shape[-1]), _parts(query, todo, -torch.inf, None)
-    constants = _constants(query, config, dropout_p)
+    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
+    constants = _constants(problem, query, config, dropout_p, strides)
 
     def call(programs: int, table: Tensor, **mode: bool) -> None:
         forward_kernel[(programs,)](
             query, key, value, parts, parts_lse2, out, lse, table, todo.layout, todo.offsets, lse if seed is None else seed,
-            table.shape[0], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], problem.queries, problem.heads,
-            problem.key_heads, problem.heads // problem.key_heads, todo.groups, problem.keys - problem.queries,
+            table.shape[0], *strides, problem.queries, problem.heads, problem.key_heads,
+            problem.heads // problem.key_heads, todo.groups, problem.keys - problem.queries,
             abs(scale) * _LOG2_E, *_keep(dropout_p), NEGATIVE=scale < 0, **mode, **constants,
         )  # fmt: skip
 
@@ -152,7 +155,7 @@ def _backward(
     def by_query() -> Tensor:
         todo = work(problem, block=chosen.dq.block_m, by_keys=False, device=query.device)
         dq, parts = _result(query, todo), _parts(query, todo, 0.0, head_dim)
-        constants = _constants(query, chosen.dq, dropout_p)
+        constants = _constants(problem, query, chosen.dq, dropout_p, strides)
 
         def call(programs: int, table: Tensor, **mode: bool) -> None:
             dq_kernel[(programs,)](
@@ -168,7 +171,7 @@ def _backward(
         todo = work(problem, block=chosen.dkv.block_n, by_keys=True, device=query.device)
         dk, dv = _result(key, todo), _result(value, todo)
         dk_parts, dv_parts = _parts(key, todo, 0.0, head_dim), _parts(value, todo, 0.0, head_dim)
-        constants = _constants(query, chosen.dkv, dropout_p)
+        constants = _constants(problem, query, chosen.dkv, dropout_p, strides)
 
         def call(programs: int, table: Tensor, **mode: bool) -> None:
             dkv_kernel[(programs,)](

@@ -5,10 +5,14 @@ result belongs to one tile. All groups but the last go in one launch and write *
 they have, no row twice. The last group, the densest, covers all rows; its launch adds the parts of a row to its own result
 and writes it, once. If no group covers all rows, every group writes parts and a kernel without attention adds them up.
 
-Layout of parts: a group of segment length w and rate r keeps ``ceil(w / r)`` rows per segment and head. The row of head
-``h`` of a sample ``b`` of a sequence, at position ``i``, is, for offset ``o`` of the head,
+Layout of parts: a group of segment length w and rate r keeps ``capacity`` rows for each head and each of the ``segments``
+that hold rows of the result. The row of head ``h`` of a sample ``b`` of a sequence, at position ``i``, is, for offset ``o``
+of the head,
 
-    base + ((b * heads + h) * segments + i // w) * capacity + (i % w - o) // r        if (i % w - o) % r == 0
+    base + ((b * heads + h) * segments + i // w - first_segment) * capacity + (i % w - o) // r - first_number
+
+if ``i % w >= o`` and ``(i % w - o) % r == 0``. ``capacity`` is ``ceil(w / r)`` and ``first_number`` 0, but a single segment
+keeps only the row numbers that the result has: decoding one token keeps two rows, not a segment.
 
 Sequences of their own (``lengths``, ``cu_seqlens``) only add rows to the tables: any batch is two launches.
 """
@@ -48,9 +52,13 @@ COLUMNS = (
     "part_base",
     "segments",
     "capacity",  # 20
-    "first_segment",
-    "first_row_of_segment",
+    "own_segment",  # the first tile's, counted from the layout's first
+    "own_number",  # the first row's, counted from the layout's first
 )
+
+
+# One entry of the layout of parts.
+LAYOUT = ("base", "segments", "capacity", "w", "r", "first_segment", "first_number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,7 @@ class Work:
     final_programs: int
     attends: bool  # the final tiles compute attention as well
     groups: int  # that write parts
-    layout: Tensor  # (sequences, groups, 5) int64: base, segments, capacity, segment length, rate
+    layout: Tensor  # (sequences, groups, LAYOUT) int64
     offsets: Tensor  # (groups, key heads) int64
     part_rows: int
     complete: bool  # every row that the layout has is written
@@ -87,7 +95,22 @@ def _groups(problem: Problem) -> list[list[_Placed]]:
     return [grouped[key] for key in sorted(grouped)]
 
 
-@lru_cache(maxsize=256)
+def _group_layout(rows: range, w: int, r: int) -> tuple[int, int, int, int, int, int]:
+    """Segments, capacity, w, r, first segment and first row number of a group's parts for these positions.
+
+    >>> _group_layout(range(100), 16, 4), _group_layout(range(99, 100), 16, 4)
+    ((7, 4, 16, 4, 0, 0), (1, 1, 16, 4, 6, 0))
+    """
+    first, last = rows.start // w, (rows.stop - 1) // w
+    if first < last:
+        return last - first + 1, -(-w // r), w, r, first, 0
+    # Offsets below r: the row number of a position is its quotient by r, or one less.
+    low, high = max(0, rows.start % w // r - 1), (rows.stop - 1) % w // r
+    return 1, high - low + 1, w, r, first, low
+
+
+# Tables of long batches of documents take megabytes on the device, and most training steps bring new ones.
+@lru_cache(maxsize=32)
 def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -> Work:
     """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head."""
     plans = problem.plans()
@@ -104,10 +127,8 @@ def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -
         samples = span.samples.stop - span.samples.start
         for members in sparse:
             w, r = problem.pattern.branches[members[0].family.branch]
-            w = min(w, len(plan.keys))
-            segments, capacity = -(-len(plan.keys) // w), -(-w // r)
-            layout.append((part_rows, segments, capacity, w, r))
-            part_rows += samples * result_heads * segments * capacity
+            layout.append((part_rows, *_group_layout(plan.keys if by_keys else plan.queries, min(w, len(plan.keys)), r)))
+            part_rows += samples * result_heads * layout[-1][1] * layout[-1][2]
 
     def row(placed: _Placed, group: int | None, first_program: int) -> tuple[tuple[int, ...], int]:
         f, (span, plan) = placed.family, plans[placed.sequence]
@@ -116,8 +137,8 @@ def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -
         start, tensor_row = (f.k_start, k_start) if by_keys else (f.q_start, q_start)
         part: tuple[int, ...] = (0, 0, 0, 0, 0)
         if group is not None:
-            base, segments, capacity, w, r = layout[placed.sequence * len(sparse) + group]
-            part = (base, segments, capacity, start // w, start % w // r)
+            base, segments, capacity, w, r, first_segment, first_number = layout[placed.sequence * len(sparse) + group]
+            part = (base, segments, capacity, start // w - first_segment, start % w // r - first_number)
         blocks = -(-(f.k_rows if by_keys else f.q_rows) // block)
         samples = span.samples.stop - span.samples.start
         programs = blocks * group_size * len(f.key_heads) * f.tiles * samples
@@ -150,7 +171,7 @@ def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -
         final_programs=final_programs,
         attends=attends,
         groups=len(sparse),
-        layout=torch.tensor(layout, dtype=torch.int64).to(device),
+        layout=torch.tensor(layout, dtype=torch.int64).reshape(-1, len(LAYOUT)).to(device),
         offsets=torch.tensor(offsets, dtype=torch.int64).to(device),
         part_rows=part_rows,
         complete=square,
