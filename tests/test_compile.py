@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -52,6 +53,7 @@ def test_compile_serves_new_lengths_with_one_graph():
     assert counter.frame_count == graphs
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="Inductor needs a C++ compiler")
 def test_compile_with_inductor_as_the_first_call_of_a_process():
     code = """
 import torch
