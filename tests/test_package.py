@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import dilated_attention_pytorch as package
+import oracle
+from dilated_attention_pytorch import Dilated, explain
 
 ROOT = Path(package.__file__).parent
 
@@ -19,10 +21,12 @@ def test_public_surface():
     assert sorted(package.__all__) == [
         "Dilated",
         "DilatedAttention",
+        "Explanation",
         "MultiheadDilatedAttention",
         "attention",
         "attention_weights",
         "dilated_attention",
+        "explain",
     ]
     assert all(hasattr(package, name) for name in package.__all__)
     assert (ROOT / "py.typed").exists()
@@ -104,3 +108,31 @@ def test_signatures_of_the_private_operators_we_call(name, arguments, results):
     schema = getattr(torch.ops.aten, name).default._schema
     assert [argument.name for argument in schema.arguments] == arguments.split()
     assert len(schema.returns) == results
+
+
+def test_explain_counts_what_the_oracle_counts():
+    pattern = Dilated([8, 16], [1, 2])
+    q, k = torch.zeros(2, 20, 4, 8), torch.zeros(2, 20, 2, 8)
+    for causal in (False, True):
+        for n in (20, 7):
+            told = explain(q[:, -n:], k, k, pattern, is_causal=causal)
+            count = oracle.multiplicities(pattern, n, 20, 4, 2, causal)
+            assert told.pairs == 2 * int(count.sum())
+            dense = oracle.multiplicities(Dilated([20], [1]), n, 20, 4, 2, causal)
+            assert told.dense_pairs == 2 * int(dense.sum())
+            assert told.forward_flops == told.pairs * 4 * 8
+    assert told.backend == "sdpa"
+    assert "CPU flash" in str(told)
+    ragged = explain(q, k, k, pattern, lengths=torch.tensor([20, 5]))
+    assert ragged.sequences == 2
+    assert ragged.pairs == sum(int(oracle.multiplicities(pattern, n, n, 4, 2, False).sum()) for n in (20, 5))
+
+
+def test_explain_says_why_not():
+    q = torch.zeros(1, 20, 2, 8)
+    told = explain(q, q, q, Dilated([8], [1]), dropout_p=0.1)
+    assert told.backend == "reference"
+    assert [name for name, _ in told.refused] == ["sdpa", "eager"]
+    assert "not       sdpa: dropout is not supported" in str(told)
+    with pytest.raises(ValueError, match="no backend can serve this call"):
+        explain(q, q, q, Dilated([8], [1]), dropout_p=0.1, backend="eager")

@@ -1,15 +1,18 @@
 """Dilated attention over very long sequences, exact on every device."""
 
 from dilated_attention_pytorch.api import attention, attention_weights, dilated_attention
+from dilated_attention_pytorch.explanation import Explanation, explain
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.patterns import Dilated
 
 __all__ = [
     "Dilated",
     "DilatedAttention",
+    "Explanation",
     "MultiheadDilatedAttention",
     "attention",
     "attention_weights",
     "dilated_attention",
+    "explain",
 ]
 __version__ = "0.1.0"

@@ -21,7 +21,8 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise if these are not tensors of attention."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -56,7 +57,8 @@ def _check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _check_pattern(pattern: Dilated) -> None:
+def check_pattern(pattern: Dilated) -> None:
+    """Raise if this is no pattern."""
     if not isinstance(pattern, Dilated):
         raise TypeError(f"pattern must be a Dilated, got {type(pattern).__name__}; write Dilated([2048, 4096], [1, 2])")
 
@@ -99,7 +101,7 @@ def check_options(scale: float | None, dropout_p: float, mixing_gradient: str) -
         raise ValueError(f"mixing_gradient must be 'exact' or 'detached', got {mixing_gradient!r}")
 
 
-def _check_call(
+def check_call(
     query: Tensor,
     key: Tensor,
     is_causal: bool,
@@ -107,6 +109,7 @@ def _check_call(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
+    """Raise if these arguments do not fit one another."""
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}; other masks are not supported")
     if isinstance(seed, Tensor):
@@ -219,11 +222,11 @@ def attention(
     >>> attention(q, k, v, Dilated([256, 512], [1, 2]), is_causal=True).shape
     torch.Size([1, 1000, 8, 64])
     """
-    _check_pattern(pattern)
+    check_pattern(pattern)
     query, key, value = _autocast(query, key, value)
-    _check_qkv(query, key, value)
+    check_qkv(query, key, value)
     check_options(scale, dropout_p, mixing_gradient)
-    _check_call(query, key, is_causal, seed, lengths, cu_seqlens)
+    check_call(query, key, is_causal, seed, lengths, cu_seqlens)
     pattern.check_key_heads(key.shape[2])
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     chosen = backends.choose(backend, Request.of(query, dropout_p))
@@ -343,10 +346,10 @@ def attention_weights(
     >>> attention_weights(q, k, Dilated([256, 512], [1, 2]), query_rows=[0, 999]).sum(-1).allclose(torch.tensor(1.0))
     True
     """
-    _check_pattern(pattern)
-    _check_qkv(query, key, key)
+    check_pattern(pattern)
+    check_qkv(query, key, key)
     check_options(scale, 0.0, "exact")
-    _check_call(query, key, is_causal, None, lengths, None)
+    check_call(query, key, is_causal, None, lengths, None)
     pattern.check_key_heads(key.shape[2])
     n, m = query.shape[1], key.shape[1]
     if not isinstance(query_rows, Tensor | list | tuple | range):

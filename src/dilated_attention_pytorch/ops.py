@@ -24,6 +24,13 @@ def _tile_kernel(backend: str, query: Tensor) -> TileKernel:
     return kernel(Request.of(query, dropout_p=0.0))
 
 
+def kernel_name(backend: str, query: Tensor) -> str:
+    """What computes the tiles."""
+    if backend == "triton":
+        return "Triton kernels over launch tables"
+    return "dense, from the definition" if backend == "reference" else _tile_kernel(backend, query).name
+
+
 def _rows_contiguous(x: Tensor) -> Tensor:
     """Kernels read rows of D consecutive elements; other layouts (rare) are copied once."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -21,15 +21,25 @@ def check_name(backend: str) -> None:
         raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {backend!r}")
 
 
+def candidates(backend: str, request: Request) -> list[str]:
+    """The backends to ask, in order."""
+    check_name(backend)
+    if backend != "auto":
+        return [backend]
+    # Triton's interpreter serves tests on a CPU that ask for it by name.
+    return [name for name in _BACKENDS if name != "triton" or request.device == "cuda"]
+
+
+def why_not(name: str, request: Request) -> list[str]:
+    """The reasons why a backend cannot serve a request."""
+    return _BACKENDS[name](request)
+
+
 def choose(backend: str, request: Request) -> str:
     """The name of the backend to use; a ValueError with every reason if the wanted one cannot serve the request."""
-    check_name(backend)
-    # Triton's interpreter serves tests on a CPU that ask for it by name.
-    automatic = [name for name in _BACKENDS if name != "triton" or request.device == "cuda"]
-    asked = automatic if backend == "auto" else [backend]
     refusals = []
-    for name in asked:
-        reasons = _BACKENDS[name](request)
+    for name in candidates(backend, request):
+        reasons = why_not(name, request)
         if not reasons:
             return name
         refusals += [f"  {name}: {reason}" for reason in reasons]

@@ -1,0 +1,94 @@
+"""What a call would do and why, without doing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dilated_attention_pytorch import backends, ops
+from dilated_attention_pytorch.api import check_call, check_pattern, check_qkv
+from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.patterns import Dilated
+from dilated_attention_pytorch.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The answer of ``explain``; ``print`` it."""
+
+    backend: str
+    kernel: str
+    refused: tuple[tuple[str, tuple[str, ...]], ...]  # backends asked before, each with its reasons
+    sequences: int
+    families: int
+    tiles: int
+    pairs: int  # query-key pairs over all query heads
+    dense_pairs: int  # of dense attention over the same sequences
+    forward_flops: int
+
+    def __str__(self) -> str:
+        share = self.pairs / self.dense_pairs if self.dense_pairs else 0.0
+        lines = [f"backend   {self.backend}: {self.kernel}"]
+        lines += [f"not       {name}: {reason}" for name, reasons in self.refused for reason in reasons]
+        lines += [
+            f"plan      {self.sequences} sequence(s), {self.families} families, {self.tiles:,} dense tiles",
+            f"work      {self.forward_flops / 1e9:,.3f} GFLOP forward, {share:.3%} of the pairs of dense attention",
+        ]
+        return "\n".join(lines)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Dilated,
+    *,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Explanation:
+    """Which backend and kernel ``attention`` would use for these arguments, why not others, and how much work it is.
+
+    >>> import torch
+    >>> q = torch.empty(1, 65536, 8, 64)
+    >>> print(explain(q, q, q, Dilated([2048, 4096], [1, 2]), is_causal=True))
+    backend   sdpa: CPU flash
+    plan      1 sequence(s), 3 families, 384 dense tiles
+    work      206.259 GFLOP forward, 4.690% of the pairs of dense attention
+    """
+    check_pattern(pattern)
+    check_qkv(query, key, value)
+    check_call(query, key, is_causal, None, lengths, cu_seqlens)
+    request = Request.of(query, dropout_p)
+    chosen = backends.choose(backend, request)
+    refused = []
+    for name in backends.candidates(backend, request):
+        if name == chosen:
+            break
+        refused.append((name, tuple(backends.why_not(name, request))))
+    problem = Problem.of(query, key, pattern.spec, is_causal, lengths, cu_seqlens)
+    plans = problem.plans()
+    samples = [span.samples.stop - span.samples.start for span, _ in plans]
+    group = problem.heads // problem.key_heads
+    pairs = sum(count * plan.pairs * group for count, (_, plan) in zip(samples, plans, strict=True))
+    dense = 0
+    for count, (_, plan) in zip(samples, plans, strict=True):
+        first, n, m = plan.queries.start, len(plan.queries), len(plan.keys)
+        seen = n * (first + 1) + n * (n - 1) // 2 if is_causal else n * m
+        dense += count * problem.heads * seen
+    return Explanation(
+        backend=chosen,
+        kernel=ops.kernel_name(chosen, query),
+        refused=tuple(refused),
+        sequences=sum(samples),
+        families=sum(len(plan.families) for _, plan in plans),
+        tiles=sum(
+            count * f.tiles * len(f.key_heads) for count, (_, p) in zip(samples, plans, strict=True) for f in p.families
+        ),
+        pairs=pairs,
+        dense_pairs=dense,
+        forward_flops=4 * query.shape[-1] * pairs,
+    )
