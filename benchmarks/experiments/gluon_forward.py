@@ -144,7 +144,7 @@ def _consume(
         positions = (first_row + gl.load(row + 17)).to(gl.int32) + numbers * stride.to(gl.int32)
         sequence = gl.load(row + 16)
         for part in range(parts):
-            entry = LAYOUT + (sequence * parts + part) * 5
+            entry = LAYOUT + (sequence * parts + part) * 7
             w = gl.load(entry + 3).to(gl.int32)
             r = gl.load(entry + 4).to(gl.int32)
             offset = gl.load(OFFSETS + part * G + key_head).to(gl.int32)
@@ -153,8 +153,8 @@ def _consume(
             number = within // r
             there = (within >= 0) & (within == number * r) & inside
             capacity = gl.load(entry + 2)
-            start = gl.load(entry) + (own_sample * H + head) * gl.load(entry + 1) * capacity
-            places = start + segment.to(gl.int64) * capacity + number
+            start = gl.load(entry) + ((own_sample * H + head) * gl.load(entry + 1) - gl.load(entry + 5)) * capacity
+            places = start + segment.to(gl.int64) * capacity + number - gl.load(entry + 6)
             part_lse2 = gl.load(PARTS_LSE2 + places, mask=there, other=float("-inf"))
             part_mask = (part_lse2 > float("-inf"))[:, None] & (d < D)[None, :]
             part_out = gl.load(PARTS + places[:, None] * D + d[None, :], mask=part_mask, other=0.0)
