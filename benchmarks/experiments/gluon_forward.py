@@ -3,8 +3,7 @@
 Rows are read through descriptors that each program makes for its own tile, so any stride, offset and ragged end is served.
 The tables, the parts and their layout are those of ``dilated_attention_pytorch.backends.triton``.
 
-**An experiment, not part of the library**: it compiles for sm_90 (Triton 3.9: 168 registers, 16 bytes spilled at head size
-64 and 208 at 128) and has not been run on a GPU yet. See docs/kernels.md.
+**An experiment, not part of the library**: it compiles for sm_90 with Triton 3.6 and 3.9 and has not been run on a GPU yet. See docs/kernels.md.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
 def _operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Define an operator for every device.
 
-    ``torch.library.custom_op`` does the same and loads the whole of ``torch._dynamo`` at the first call: over a second.
+    ``torch.library.custom_op`` does the same and imports all of ``torch._dynamo`` at the first call.
     """
     qualified = f"dilated_attention::{name}"
     schema = torch.library.infer_schema(function, mutates_args=())

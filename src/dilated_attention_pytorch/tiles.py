@@ -27,6 +27,8 @@ _SMALL_PART = 2**20
 class TileKernel:
     """Dense attention on tiles. Causal tiles are square; lse is the natural logarithm, float32 or better.
 
+    ``scale`` is positive: stock operators mask scores with -inf before they scale them.
+
     ``forward(q, k, v, causal, scale) -> (out, lse)``
     ``backward(dout, q, k, v, out, lse, causal, scale) -> (dq, dk, dv)`` where ``out`` enters only through the row sums
     ``delta = (dout * out).sum(-1)`` and ``lse`` only through the weights ``exp(s - lse)``: both may come from a larger
@@ -127,6 +129,14 @@ def _limit(query: Tensor) -> int:
     return max(_SMALL_PART, query.numel() // 8)
 
 
+def _positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
+    """The same scores with a positive scale: (query, scale, sign), where dq is to be multiplied by the sign."""
+    if scale > 0:
+        return query, scale, 1.0
+    sign = -1.0 if scale < 0 else 0.0
+    return query * sign, -scale or 1.0, sign
+
+
 def _accumulate(
     plans: tuple[tuple[Span, Plan], ...], query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: TileKernel
 ) -> tuple[Tensor, Tensor]:
@@ -148,6 +158,7 @@ def forward(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, scale: float, kernel: TileKernel
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged."""
+    query, scale, _ = _positive_scale(query, scale)
     out, lse_bnh = _accumulate(problem.plans(), query, key, value, scale, kernel)
     return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
 
@@ -186,6 +197,7 @@ def backward(
     kernel: TileKernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``: the gradients of all tiles, summed, given the merged ``out`` and ``lse``."""
+    query, scale, sign = _positive_scale(query, scale)
     dtype = accumulate_dtype(query.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value))
     lse_bnh = lse.transpose(1, 2).contiguous()
@@ -206,6 +218,8 @@ def backward(
             tensors = (*by_row, *qkv, *grads, *(() if some_dlse is None else (some_dlse,)))
             for piece in _pieces(plan, qkv[0].shape[0], group, query.shape[3], _limit(query), tensors):
                 _backward_piece_(piece, *by_row, some_dlse, *qkv, grads, scale, kernel)
+    if sign != 1.0:
+        dq *= sign
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 

@@ -18,9 +18,6 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    if causal and scale <= 0:
-        # The operator masks scores with -inf before it scales them: NaN unless the scale is positive.
-        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 

@@ -27,8 +27,8 @@ class Configs:
 
 
 # Keyed by (bytes per element, padded head size); the smallest padded head size that fits is taken.
-# The rows for 2 bytes and head sizes 64 and 128 are the best of a sweep on an H200 (docs/kernels.md); the others are safe
-# sizes that nobody has tuned.
+# The rows for 2 bytes and head sizes 64 and 128 are the best of a quick sweep on an H200; the others are safe sizes that
+# nobody has tuned.
 _HOPPER = {
     (2, 64): Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
     (2, 128): Configs(Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
