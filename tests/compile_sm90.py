@@ -1,6 +1,7 @@
 """Compile the kernels for sm_90 without a GPU and print what they use, as JSON. Run by test_triton_compile.py.
 
     python tests/compile_sm90.py '[["forward", 2, 64, 64, 64, 4, 3]]'     kernel, element size, head size, config
+    python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size
 
 A process of its own, because the interpreter that the other tests use must be off when kernels are defined.
 """
@@ -18,12 +19,36 @@ import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
+import sass
+from dilated_attention_pytorch.backends.hopper import backward as hopper_backward
+from dilated_attention_pytorch.backends.hopper import configs as hopper_configs
+from dilated_attention_pytorch.backends.hopper import forward as hopper_forward
+from dilated_attention_pytorch.backends.hopper import run as hopper_run
 from dilated_attention_pytorch.backends.triton import backward, forward
+from dilated_attention_pytorch.backends.triton.configs import padded
 
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkv": backward.dkv_kernel}
+HOPPER = {
+    "forward": hopper_forward.forward_kernel,
+    "dq": hopper_backward.dq_kernel,
+    "dkv": hopper_backward.dkv_kernel,
+}
 HALF = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
-FLOAT = ("PARTS", "PARTS_LSE2", "DK_PARTS", "DV_PARTS", "LSE", "DELTA")
+FLOAT = (
+    "PARTS",
+    "PARTS_LSE2",
+    "DK_PARTS",
+    "DV_PARTS",
+    "LSE",
+    "DELTA",
+    "PART_OUT",
+    "PART_LSE2",
+    "PART_DQ",
+    "PART_DK",
+    "PART_DV",
+)
 INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED")
 
 
@@ -53,6 +78,27 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True):
     }
     if kernel == "forward":
         constants["NEGATIVE"] = False
+    return compiled_usage(ASTSource, function, constants, size, {"num_warps": warps, "num_stages": stages})
+
+
+def hopper_usage(kernel, head_dim, final=True):
+    config = getattr(hopper_configs.configs(head_dim), kernel)
+    constants = {
+        "D": head_dim,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_M" if kernel == "dkv" else "BLOCK_N": config.block,
+        "STAGES": config.stages,
+        "HELD": config.held,
+        "FINAL": final,
+        "group": 1,
+    }
+    if kernel == "dkv":
+        constants["OVERLAP"] = config.overlap
+    options = {"num_warps": 4, "maxnreg": hopper_run._START_REGISTERS}
+    return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options)
+
+
+def compiled_usage(source, function, constants, size, options):
     names = function.arg_names
     signature, hints = {}, {}
     for i, name in enumerate(names):
@@ -60,14 +106,16 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True):
         if signature[name].startswith("*") or "stride" in name:
             hints[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=function, signature=signature, constexprs=constexprs, attrs=hints)
-    options = {"num_warps": warps, "num_stages": stages}
+    source = source(fn=function, signature=signature, constexprs=constexprs, attrs=hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        report, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
     found = dict(re.findall(r"(REG|STACK):(\d+)", report))
     return {
         "registers": int(found["REG"]),
@@ -75,9 +123,22 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True):
         "shared_bytes": compiled.metadata.shared,
         "tensor_cores": "wgmma" in compiled.asm["ptx"],
         "wide_copies": "cp.async.cg.shared.global" in compiled.asm["ptx"],
+        "tensor_copies": "cp.async.bulk.tensor" in compiled.asm["ptx"],
+        "loops": [
+            {
+                "instructions": len(loop),
+                "products": sum("HGMMA" in line for line in loop),
+                "waits": sum("WARPGROUP.DEPBAR" in line for line in loop),
+                "local_memory": sum("LDL" in line or "STL" in line for line in loop),
+            }
+            for loop in sass.product_loops(code)
+        ],
+        "overwritten_operands": sass.overwritten_operands(code),
     }
 
 
 if __name__ == "__main__":
     for arguments in json.loads(sys.argv[1]):
-        print(json.dumps({"arguments": arguments} | usage(*arguments)), flush=True)
+        name, *rest = arguments
+        used = hopper_usage(name.split()[1], *rest) if name.startswith("hopper") else usage(name, *rest)
+        print(json.dumps({"arguments": arguments} | used), flush=True)

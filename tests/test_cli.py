@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import re
 import subprocess
@@ -263,6 +264,7 @@ def test_a_wrong_row_shows_in_the_error():
 @pytest.mark.gpu
 def test_measurements_on_a_gpu():
     settings = demo.make_settings(quick=True, is_causal=True, device=torch.device("cuda"), max_tokens=5000)
+    settings = dataclasses.replace(settings, budget_s=600.0)  # other tests may keep the GPU busy
     rows = list(demo.measure(settings, lambda step, part: None))
     assert [row.tokens for row in rows] == [2048, 4096, 5000]
     assert all(row.error < 2e-2 for row in rows)  # bfloat16

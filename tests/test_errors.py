@@ -34,7 +34,7 @@ def call(q=(2, 20, 4, 8), k=(2, 20, 4, 8), v=None, pattern=PATTERN, **options):
         ({"q": torch.zeros(2, 20, 4, 8, device="meta")}, ValueError, "on one device, got meta, cpu and cpu"),
         ({"pattern": ([8], [1])}, TypeError, "pattern must be a Dilated, got tuple"),
         ({"pattern": Dilated([8], [4], [0, 1])}, ValueError, "got 2 offsets (0, 1) for 4 key heads"),
-        ({"backend": "magic"}, ValueError, "one of 'auto', 'triton', 'sdpa', 'eager', 'reference', got 'magic'"),
+        ({"backend": "magic"}, ValueError, "one of 'auto', 'hopper', 'triton', 'sdpa', 'eager', 'reference', got 'magic'"),
         ({"mixing_gradient": "none"}, ValueError, "'exact' or 'detached', got 'none'"),
         ({"dropout_p": 1.0}, ValueError, "0 <= p < 1, got 1.0"),
         ({"scale": float("nan")}, ValueError, "scale must be finite"),

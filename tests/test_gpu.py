@@ -7,7 +7,7 @@ import torch
 
 import oracle
 from dilated_attention_pytorch import Dilated, attention, ops
-from dilated_attention_pytorch.backends import sdpa
+from dilated_attention_pytorch.backends import hopper, sdpa
 from dilated_attention_pytorch.backends.request import Request
 
 pytestmark = pytest.mark.gpu
@@ -21,9 +21,40 @@ CASES = {
 }
 
 
+def request(dtype, head_dim):
+    return Request("cuda", torch.cuda.get_device_capability(), dtype, head_dim, 0.0)
+
+
+def fused(dtype, head_dim):
+    """The backends over launch tables that this GPU has."""
+    return ["triton"] if hopper.why_not(request(dtype, head_dim)) else ["triton", "hopper"]
+
+
 def kernels(dtype, head_dim):
-    request = Request("cuda", torch.cuda.get_device_capability(), dtype, head_dim, 0.0)
-    return [kernel for kernel, why_not in sdpa.KERNELS if not why_not(request)]
+    return [kernel for kernel, why_not in sdpa.KERNELS if not why_not(request(dtype, head_dim))]
+
+
+def stock(pattern, causal):
+    """PyTorch's own memory-efficient attention with the multiplicity as a bias: what that operator costs in precision."""
+
+    def call(q, k, v):
+        (n, heads), (m, key_heads) = q.shape[1:3], k.shape[1:3]
+        count = oracle.multiplicities(pattern, n, m, heads, key_heads, causal).to(q)
+        met = (count > 0).any(-1, keepdim=True)
+        q, k, v = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in (q, k, v))
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+            bias = count.log().masked_fill(~met, 0.0).expand(q.shape[0], -1, -1, -1)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return out.masked_fill(~met, 0.0).transpose(1, 2)
+
+    return call
+
+
+def grads_of(call, inputs, dout):
+    """out, dq, dk, dv, on the CPU."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = call(*inputs)
+    return [x.detach().cpu() for x in (out, *torch.autograd.grad(out, inputs, dout.to(out)))]
 
 
 def run(call, q, k, v, dout, dlse):
@@ -37,9 +68,10 @@ def run(call, q, k, v, dout, dlse):
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
     [
-        (torch.bfloat16, 64),
-        (torch.float16, 80),
-        (torch.float32, 24),
+        # One process per type with --dist loadgroup: compiling is what takes the time.
+        pytest.param(torch.bfloat16, 64, marks=pytest.mark.xdist_group("bfloat16")),
+        pytest.param(torch.float16, 80, marks=pytest.mark.xdist_group("float16")),
+        pytest.param(torch.float32, 24, marks=pytest.mark.xdist_group("float32")),
     ],
 )
 def test_every_kernel(case, causal, dtype, head_dim, monkeypatch):
@@ -69,8 +101,16 @@ def test_every_kernel(case, causal, dtype, head_dim, monkeypatch):
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
 
-    compare("triton", "triton")
+    for backend in fused(dtype, head_dim):
+        compare(backend, backend)
     for kernel in kernels(dtype, head_dim):
+        if kernel.name == "memory-efficient" and dtype == torch.float32:
+            # Its weights are less precise than plain attention's, also in dense use: measured in place of it.
+            dense = lambda *x: oracle.attention(*x, yardstick_pattern, is_causal=causal)[0]  # noqa: E731
+            reference = grads_of(dense, [x.double().cpu() for x in (q, k, v)], dout)
+            used = grads_of(stock(yardstick_pattern, causal), [q, k, v], dout)
+            own = [e + (y - r) for e, y, r in zip((exact[0], *exact[2:]), used, reference, strict=True)]
+            yardstick = [own[0], yardstick[1], *own[1:]]
         monkeypatch.setattr(ops, "_tile_kernel", lambda backend, query, kernel=kernel: kernel)
         compare("sdpa", kernel.name)
 
@@ -93,3 +133,86 @@ def test_lengths_on_the_gpu():
         alone = attention(q[b : b + 1, :n], k[b : b + 1, :n], v[b : b + 1, :n], pattern)
         torch.testing.assert_close(out[b : b + 1, :n], alone)
         assert (out[b, n:] == 0).all()
+
+
+HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and bool(hopper.why_not(request(torch.bfloat16, 64))),
+    reason="the kernels are for Hopper GPUs",
+)
+
+
+@HOPPER
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [24, 48, 96, 128])
+def test_hopper_head_sizes(head_dim, causal):
+    pattern, n = Dilated([160, 330], [1, 3]), 330
+    q, dout = torch.randn(2, 1, n, 4, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
+    k, v = torch.randn(2, 1, n, 2, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
+    dlse = torch.randn(1, 4, n, device="cuda")
+    exact = run(
+        lambda *x: oracle.attention(*x, pattern, is_causal=causal), *(x.double().cpu() for x in (q, k, v, dout)), dlse.cpu()
+    )
+    yardstick = run(oracle.plain(pattern, causal), q, k, v, dout, dlse)
+    call = lambda *x: attention(*x, pattern, is_causal=causal, backend="hopper", return_lse=True)  # noqa: E731
+    oracle.assert_rounding_only(run(call, q, k, v, dout, dlse), yardstick, exact, torch.bfloat16)
+
+
+@HOPPER
+def test_hopper_serves_what_triton_serves():
+    """One branch, lengths, a negative scale, constant mixing weights, unaligned rows: against the portable kernels."""
+    q, dout = torch.randn(2, 2, 300, 4, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
+    k, v = torch.randn(2, 2, 300, 2, 65, device="cuda", dtype=torch.bfloat16)[..., 1:].unbind(0)
+    cases = [
+        {},
+        {"lengths": torch.tensor([300, 77], device="cuda")},
+        {"scale": -0.3, "is_causal": True},
+        {"mixing_gradient": "detached"},
+    ]
+    for options in cases:
+        pattern = Dilated([64, 200], [1, 3]) if options else Dilated([200], [1])
+        dlse = torch.randn(2, 4, 300, device="cuda")
+        ours, others = (
+            run(
+                lambda *x, b=b, p=pattern, o=options: attention(*x, p, backend=b, return_lse=True, **o), q, k, v, dout, dlse
+            )
+            for b in ("hopper", "triton")
+        )
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, msg=lambda m, name=name, o=options: f"{o} {name}: {m}")
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_same_bits_in_200_runs(backend, head_dim, causal):
+    """Short and long tiles, more blocks than multiprocessors; fresh memory holds NaN (conftest)."""
+    if backend not in fused(torch.bfloat16, head_dim):
+        pytest.skip("the kernels are for Hopper GPUs")
+    pattern = Dilated([256, 1024, 6144], [1, 2, 6])
+    q, k, v, dout = torch.randn(4, 1, 12288, 6, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
+    dlse = torch.randn(1, 6, 12288, device="cuda")
+    call = lambda *x: attention(*x, pattern, is_causal=causal, backend=backend, return_lse=True)  # noqa: E731
+    first = run(call, q, k, v, dout, dlse)
+    assert all(x.isfinite().all() for x in first)
+    for _ in range(200):
+        again = run(call, q, k, v, dout, dlse)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_more_than_2_to_the_31_elements(backend):
+    """The end of a very long sequence is what it would be alone: segments are independent."""
+    if backend not in fused(torch.bfloat16, 64):
+        pytest.skip("the kernels are for Hopper GPUs")
+    pattern, n, tail = Dilated([2048, 8192], [1, 4]), 264 * 8192, 8192
+    q, k, v = (torch.randn(1, n, 16, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    assert q.numel() > 2**31
+    dout = torch.randn(1, n, 16, 64, device="cuda", dtype=torch.bfloat16)
+    call = lambda *x: attention(*x, pattern, backend=backend)  # noqa: E731
+    out = call(q, k, v)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    alone = [x[:, -tail:].detach().requires_grad_() for x in (q, k, v)]
+    alone_out = call(*alone)
+    alone_grads = torch.autograd.grad(alone_out, alone, dout[:, -tail:])
+    for a, b in zip((out, *grads), (alone_out, *alone_grads), strict=True):
+        assert torch.equal(a[:, -tail:], b)

@@ -129,59 +129,82 @@ def test_bit_for_bit():
     ("n", "m", "lengths"), [(100, 100, None), (17, 100, None), (100, 100, (100, 63)), (17, 100, (97, 84))]
 )
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rates", [[1, 3, 2], [2, 3, 4]])
-def test_every_row_has_one_writer_and_every_part_one_reader(n, m, lengths, causal, rates, by_keys):
-    """The tables alone: no two tiles of a launch write one row, and parts are found where they were written."""
+@pytest.mark.parametrize("rates", [[1, 3, 2], [2, 3, 4], [1, 2, 4], [2, 4, 12]])
+@pytest.mark.parametrize("lengths_w", [(16, 50, 1000), (16, 48, 96)])
+def test_every_row_has_one_writer_and_every_part_one_reader(n, m, lengths, causal, rates, by_keys, lengths_w):
+    """The tables alone: no two tiles write one row, and each part is read once, after it was written, where it lies."""
     from dilated_attention_pytorch.backends.triton.tables import COLUMNS, work
     from dilated_attention_pytorch.problem import Problem
 
-    pattern = Dilated([16, 50, 1000], rates)
-    problem = Problem(pattern, causal, 2, n, m, 3, 3, lengths, None)
+    problem = Problem(Dilated(lengths_w, rates), causal, 2, n, m, 3, 3, lengths, None)
     todo = work(problem, block=32, by_keys=by_keys, device=torch.device("cpu"))
+    side, total = ("k", m) if by_keys else ("q", n)
 
-    def tiles(table):
-        for values in table.tolist():
+    def rows(launch):
+        """Row of the table, sample, head, row of the tensor, place in the parts."""
+        for values in launch.table.tolist():
             c = dict(zip(COLUMNS, values, strict=True))
             span, _ = problem.plans()[c["sequence"]]
             for b in range(span.samples.stop - span.samples.start):
                 for t in range(c["tiles"]):
                     for a in range(c["heads"]):
-                        yield c, b, t, a
+                        g = c["first_head"] + a * c["head_step"]
+                        start = c[f"{side}_start"] + t * c["tile_step"] + a * c["head_row_step"]
+                        segment = (b * 3 + g) * c["segments"] + c["own_segment"] + t
+                        for x in range(c[f"{side}_rows"]):
+                            assert launch.final or 0 <= c["own_number"] + x < c["capacity"]
+                            place = c["part_base"] + segment * c["capacity"] + c["own_number"] + x
+                            yield c, b, g, start + x * c["row_stride"], place
 
-    side, total = ("k", m) if by_keys else ("q", n)
-    results, parts = [], {}
-    for c, b, t, a in tiles(todo.final):
-        shift = t * c["tile_step"] + a * c["head_row_step"]
-        g = c["first_head"] + a * c["head_step"]
-        for x in range(c[f"{side}_rows"]):
-            results.append((c["first_sample"] + b, g, c[f"{side}_start"] + shift + x * c["row_stride"]))
+    results, parts, read = [], {}, []
+    for launch in todo.launches:
+        written = {}
+        for c, b, g, row, place in rows(launch):
+            i = row + c["to_position"]
+            for child in range(c["first_child"], c["first_child"] + c["children"]):
+                base, segments, capacity, w, r, segment, low = todo.layout[c["sequence"] * todo.groups + child].tolist()
+                number, rest = divmod(i % w - int(todo.offsets[child, g]), r)
+                if number >= 0 and rest == 0:
+                    source = base + ((b * 3 + g) * segments + i // w - segment) * capacity + number - low
+                    assert source in parts or not todo.complete
+                    if source in parts:
+                        assert parts[source] == (c["sequence"], b, g, i)
+                        read.append(source)
+            if launch.final:
+                results.append((c["first_sample"] + b, g, row))
+            else:
+                assert place not in written
+                assert place not in parts
+                written[place] = (c["sequence"], b, g, i)
+        parts |= written
     assert len(set(results)) == len(results)
     assert all(0 <= row < total for _, _, row in results)
-    for c, b, t, a in tiles(todo.parts):
-        shift = t * c["tile_step"] + a * c["head_row_step"]
-        g = c["first_head"] + a * c["head_step"]
-        segment = (b * 3 + g) * c["segments"] + c["own_segment"] + t
-        for x in range(c[f"{side}_rows"]):
-            assert 0 <= c["own_number"] + x < c["capacity"]
-            place = c["part_base"] + segment * c["capacity"] + c["own_number"] + x
-            assert place not in parts
-            row = c[f"{side}_start"] + shift + x * c["row_stride"]
-            parts[place] = (c["sequence"], b, g, row + c["to_position"])
+    assert sorted(read) == sorted(parts)
     assert all(0 <= place < todo.part_rows for place in parts)
-    found = 0
-    for s, (span, plan) in enumerate(problem.plans()):
-        for b in range(span.samples.stop - span.samples.start):
-            for g in range(3):
-                for i in plan.keys if by_keys else plan.queries:
-                    for p in range(todo.groups):
-                        base, segments, capacity, w, r, segment, low = todo.layout[s * todo.groups + p].tolist()
-                        number, rest = divmod(i % w - int(todo.offsets[p, g]), r)
-                        if number >= 0 and rest == 0:
-                            place = base + ((b * 3 + g) * segments + i // w - segment) * capacity + number - low
-                            assert parts.get(place, (s, b, g, i)) == (s, b, g, i)
-                            assert place in parts or not todo.complete
-                            found += place in parts
-    assert found == len(parts)
+
+
+def test_a_denser_branch_adds_the_parts_of_the_sparser_ones_it_covers():
+    from dilated_attention_pytorch.backends.triton.tables import COLUMNS, work
+    from dilated_attention_pytorch.problem import Problem
+
+    pattern = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
+    problem = Problem(pattern, False, 1, 2**16, 2**16, 12, 12, None, None)
+    todo = work(problem, block=128, by_keys=False, device=torch.device("cpu"))
+    rates = [sorted({row[COLUMNS.index("row_stride")] for row in launch.table.tolist()}) for launch in todo.launches]
+    # 16384 is no multiple of 6: its rows have other rests in every segment, so 6 and 12 are added at the end.
+    assert rates == [[4, 6, 12], [2], [1]]
+
+
+def test_a_single_branch_has_a_layout_that_nobody_reads():
+    """Hopper kernels read the first child's entry before they know that there is none."""
+    from dilated_attention_pytorch.backends.triton.tables import work
+    from dilated_attention_pytorch.problem import Problem
+
+    problem = Problem(Dilated([64], [1]), False, 1, 128, 128, 4, 4, None, None)
+    todo = work(problem, block=128, by_keys=False, device=torch.device("cpu"))
+    assert todo.groups == 0
+    assert todo.layout.shape == (1, 7)
+    assert todo.offsets.shape == (1, 4)
 
 
 def test_parts_of_a_decoding_step_do_not_grow_with_the_sequence():

@@ -212,7 +212,8 @@ def attention(
             this waits for the device.
         mixing_gradient: ``"exact"``, or ``"detached"`` to treat the weights of the branches as constants as the paper
             authors' code does.
-        backend: ``"auto"`` (the first of the following that can), ``"triton"``, ``"sdpa"``, ``"eager"`` or ``"reference"``.
+        backend: ``"auto"`` (the first of the following that can), ``"hopper"``, ``"triton"``, ``"sdpa"``, ``"eager"`` or
+            ``"reference"``.
         return_lse: return ``(out, lse)`` with lse (B, H, N), float32 (float64 for float64 inputs), differentiable.
 
     Returns:

@@ -26,8 +26,8 @@ def _tile_kernel(backend: str, query: Tensor) -> TileKernel:
 
 def kernel_name(backend: str, query: Tensor) -> str:
     """What computes the tiles."""
-    if backend == "triton":
-        return "Triton kernels over launch tables"
+    if backend in ("hopper", "triton"):
+        return {"hopper": "warp-specialised", "triton": "Triton"}[backend] + " kernels over launch tables"
     return "dense, from the definition" if backend == "reference" else _tile_kernel(backend, query).name
 
 
@@ -59,6 +59,11 @@ def _attend(
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
             return run.forward(problem, query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
     assert dropout_p == 0.0, "refused by why_not"
+    if backend == "hopper":
+        from dilated_attention_pytorch.backends.hopper import run as hopper_run
+
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            return hopper_run.forward(problem, query, key, value, scale=scale)
     return tiles.forward(problem, query, key, value, scale=scale, kernel=_tile_kernel(backend, query))
 
 
@@ -95,6 +100,11 @@ def _attend_backward(
 
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             return run.backward(problem, *tensors, scale=scale, dropout_p=dropout_p, seed=seed, detach_mixing=detach_mixing)
+    if backend == "hopper":
+        from dilated_attention_pytorch.backends.hopper import run as hopper_run
+
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            return hopper_run.backward(problem, *tensors, scale=scale, detach_mixing=detach_mixing)
     return tiles.backward(problem, *tensors, scale=scale, detach_mixing=detach_mixing, kernel=_tile_kernel(backend, query))
 
 

@@ -129,7 +129,7 @@ def _limit(query: Tensor) -> int:
     return max(_SMALL_PART, query.numel() // 8)
 
 
-def _positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
+def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
     """The same scores with a positive scale: (query, scale, sign), where dq is to be multiplied by the sign."""
     if scale > 0:
         return query, scale, 1.0
@@ -158,7 +158,7 @@ def forward(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, scale: float, kernel: TileKernel
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged."""
-    query, scale, _ = _positive_scale(query, scale)
+    query, scale, _ = positive_scale(query, scale)
     out, lse_bnh = _accumulate(problem.plans(), query, key, value, scale, kernel)
     return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
 
@@ -197,7 +197,7 @@ def backward(
     kernel: TileKernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``: the gradients of all tiles, summed, given the merged ``out`` and ``lse``."""
-    query, scale, sign = _positive_scale(query, scale)
+    query, scale, sign = positive_scale(query, scale)
     dtype = accumulate_dtype(query.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value))
     lse_bnh = lse.transpose(1, 2).contiguous()

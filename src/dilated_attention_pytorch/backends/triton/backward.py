@@ -215,12 +215,13 @@ def dq_kernel(
             D, BLOCK_D, BLOCK_N, True, DROPOUT, PRECISION,
         )  # fmt: skip
         dq *= scale
+    positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
+    sequence = tl.load(row + 16)
+    child = tl.load(row + 23)
+    for part in range(child, child + tl.load(row + 24)):
+        places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, H, key_head, G, positions)
+        dq = _add_parts(dq, PARTS, places, there & inside, D, BLOCK_D)
     if FINAL:
-        positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
-        sequence = tl.load(row + 16)
-        for part in range(parts):
-            places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, H, key_head, G, positions)
-            dq = _add_parts(dq, PARTS, places, there & inside, D, BLOCK_D)
         start = ((sample * N + first_row) * H + head) * D
         _store_rows(DQ, start, block_offsets(stride * H * D, BLOCK_M, BLOCK_D, WIDE), inside, dq, D, BLOCK_D)
     else:
@@ -397,16 +398,15 @@ def dkv_kernel(
                 D, BLOCK_D, BLOCK_M, False, DROPOUT, WIDE, PRECISION,
             )  # fmt: skip
         dk *= scale
+    first_row = k_start + first * stride
+    positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_N, WIDE)).to(tl.int32)
+    sequence = tl.load(row + 16)
+    child = tl.load(row + 23)
+    for part in range(child, child + tl.load(row + 24)):
+        places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, key_head, G, key_head, G, positions)
+        dk = _add_parts(dk, DK_PARTS, places, there & inside, D, BLOCK_D)
+        dv = _add_parts(dv, DV_PARTS, places, there & inside, D, BLOCK_D)
     if FINAL:
-        first_row = k_start + first * stride
-        positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_N, WIDE)).to(tl.int32)
-        sequence = tl.load(row + 16)
-        for part in range(parts):
-            places, there = part_rows(
-                LAYOUT, OFFSETS, part, parts, sequence, own_sample, key_head, G, key_head, G, positions
-            )
-            dk = _add_parts(dk, DK_PARTS, places, there & inside, D, BLOCK_D)
-            dv = _add_parts(dv, DV_PARTS, places, there & inside, D, BLOCK_D)
         start = ((sample * M + first_row) * G + key_head) * D
         offsets = block_offsets(stride * G * D, BLOCK_N, BLOCK_D, WIDE)
         _store_rows(DK, start, offsets, inside, dk, D, BLOCK_D)

@@ -125,7 +125,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ATTEND: tl.constexpr,  # compute attention, else only add up parts
-    FINAL: tl.constexpr,  # add the parts and write OUT, else write parts
+    FINAL: tl.constexpr,  # write OUT, else parts
     DROPOUT: tl.constexpr,
     NEGATIVE: tl.constexpr,  # the scale is negative
     WIDE: tl.constexpr,
@@ -186,16 +186,17 @@ def forward_kernel(
         m2 += tl.math.log2(total)
     inside = rows < q_rows
     d = tl.arange(0, BLOCK_D)
+    first_row = q_start + first * stride
+    positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
+    sequence = tl.load(row + 16)
+    child = tl.load(row + 23)
+    for part in range(child, child + tl.load(row + 24)):
+        places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, H, key_head, G, positions)
+        part_lse2 = tl.load(PARTS_LSE2 + places, mask=there & inside, other=-float("inf"))
+        there = part_lse2 > -float("inf")
+        part_out = tl.load(PARTS + places[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+        acc, m2 = merge(acc, m2, part_out, part_lse2)
     if FINAL:
-        first_row = q_start + first * stride
-        positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
-        sequence = tl.load(row + 16)
-        for part in range(parts):
-            places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, H, key_head, G, positions)
-            part_lse2 = tl.load(PARTS_LSE2 + places, mask=there & inside, other=-float("inf"))
-            there = part_lse2 > -float("inf")
-            part_out = tl.load(PARTS + places[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
-            acc, m2 = merge(acc, m2, part_out, part_lse2)
         tl.store(LSE + (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M, WIDE), m2 * LN_2, mask=inside)
         out_start = ((sample * N + first_row) * H + head) * D
         out_pointers = OUT + out_start + block_offsets(stride * H * D, BLOCK_M, BLOCK_D, WIDE)

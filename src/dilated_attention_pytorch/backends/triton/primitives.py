@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(23)  # of a launch table, see tables.COLUMNS
+COLUMNS = tl.constexpr(25)  # of a launch table, see tables.COLUMNS
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -28,25 +28,29 @@ def find_family(table, families, program):
 
 
 @triton.jit
-def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
+def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, ROTATE: tl.constexpr = False):
     """Which block of which head, tile and sample a program computes.
 
     A family of 2 samples, 3 tiles, 4 heads and 5 blocks has 120 programs; program 119 is the last block counted (blocks of
-    queries count backwards: under causality the last one is the longest) of head 3 of tile 2 of sample 1.
+    queries count backwards: under causality the last one is the longest) of head 3 of tile 2 of sample 1. With ROTATE the
+    count starts one block later in every tile, so that every n-th program meets long and short blocks alike.
     """
-    index = program - tl.load(row)
-    rows = tl.load(row + (11 if BY_KEYS else 9))
+    index = (program - tl.load(row)).to(tl.int32)  # 32 bits: programs are fewer than 2**31, and 64-bit division is slow
+    rows = tl.load(row + (11 if BY_KEYS else 9)).to(tl.int32)
     blocks = (rows + BLOCK - 1) // BLOCK
-    block = index % blocks if BY_KEYS else blocks - 1 - index % blocks
+    count = index % blocks
     index = index // blocks
+    if ROTATE:
+        count = (count + index) % blocks
+    block = count if BY_KEYS else blocks - 1 - count
     member = index * 0
     if not BY_KEYS:
         member = index % group
         index = index // group
-    heads = tl.load(row + 4)
+    heads = tl.load(row + 4).to(tl.int32)
     a = index % heads
     index = index // heads
-    tiles = tl.load(row + 2)
+    tiles = tl.load(row + 2).to(tl.int32)
     tile = index % tiles
     own_sample = index // tiles  # within its sequence
     key_head = tl.load(row + 5) + a * tl.load(row + 6)
@@ -57,7 +61,7 @@ def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
     k_rows = tl.load(row + 11).to(tl.int32)
     stride = tl.load(row + 12)
     causal = tl.load(row + 13) != 0
-    return block.to(tl.int32), member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal
+    return block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal
 
 
 @triton.jit

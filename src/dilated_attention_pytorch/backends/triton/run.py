@@ -14,10 +14,12 @@ from dilated_attention_pytorch import dropout
 from dilated_attention_pytorch.backends.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from dilated_attention_pytorch.backends.triton.configs import Config, Configs, configs, padded
 from dilated_attention_pytorch.backends.triton.forward import forward_kernel
-from dilated_attention_pytorch.backends.triton.tables import Work, work
+from dilated_attention_pytorch.backends.triton.tables import SUM_ROWS, Work, work
 from dilated_attention_pytorch.problem import Problem
 
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
+# For launches that only add up parts.
+SUM = Config(block_m=SUM_ROWS, block_n=SUM_ROWS, warps=4, stages=1)
 
 
 def _configs(x: Tensor) -> Configs:
@@ -47,7 +49,7 @@ def _keep(dropout_p: float) -> tuple[int, float]:
     return dropout.threshold(dropout_p), 1.0 / (1.0 - dropout_p)
 
 
-def _parts(like: Tensor, todo: Work, fill: float, width: int | None) -> Tensor:
+def part_buffer(like: Tensor, todo: Work, fill: float, width: int | None) -> Tensor:
     """A buffer for partial results: filled only where rows of it may stay unwritten."""
     shape = (todo.part_rows,) if width is None else (todo.part_rows, width)
     if todo.complete:
@@ -55,50 +57,62 @@ def _parts(like: Tensor, todo: Work, fill: float, width: int | None) -> Tensor:
     return torch.full(shape, fill, dtype=torch.float32, device=like.device)
 
 
-def _result(like: Tensor, todo: Work) -> Tensor:
+def result_buffer(like: Tensor, todo: Work) -> Tensor:
+    """A result: 0 only where no tile writes it."""
     make = torch.empty if todo.covered else torch.zeros
     return make(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _launch(todo: Work, call: Callable[..., None]) -> None:
-    """``call(programs, table, ATTEND=..., FINAL=...)`` for the parts, then for the result."""
-    if todo.part_programs:
-        call(todo.part_programs, todo.parts, ATTEND=True, FINAL=False)
-    if todo.final_programs:
-        call(todo.final_programs, todo.final, ATTEND=todo.attends, FINAL=True)
+def launch(todo: Work, config: Config, call: Callable[..., None]) -> None:
+    """``call(config, programs, table, ATTEND=..., FINAL=...)`` for every launch."""
+    for one in todo.launches:
+        call(config if one.attends else SUM, one.programs, one.table, ATTEND=one.attends, FINAL=one.final)
 
 
-def forward(
+def launch_forward(
     problem: Problem,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    todo: Work,
+    tensors: tuple[Tensor, ...],
+    config: Config,
+    programs: int,
+    table: Tensor,
+    /,
     *,
-    scale: float,
+    scale: float = 1.0,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))``."""
-    config = _configs(query).forward
-    todo = work(problem, block=config.block_m, by_keys=False, device=query.device)
-    out = _result(query, todo)
-    lse_shape = (problem.batch, problem.heads, problem.queries)
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=query.device)
+    **mode: bool,
+) -> None:
+    """One launch over ``tensors``: query, key, value, parts, parts_lse2, out, lse."""
+    query, key, value, *_, lse = tensors
+    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
+    forward_kernel[(programs,)](
+        *tensors, table, todo.layout, todo.offsets, lse if seed is None else seed, table.shape[0], *strides,
+        problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
+        problem.keys - problem.queries, abs(scale) * LOG2_E, *_keep(dropout_p), NEGATIVE=scale < 0, **mode,
+        **_constants(problem, query, config, dropout_p, strides),
+    )  # fmt: skip
+
+
+def forward_buffers(problem: Problem, query: Tensor, todo: Work) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Parts of out and lse (base 2), out and lse: what a forward writes."""
+    lse = torch.empty((problem.batch, problem.heads, problem.queries), dtype=torch.float32, device=query.device)
     if not todo.covered:
         lse.fill_(-torch.inf)
-    parts, parts_lse2 = _parts(query, todo, 0.0, query.shape[-1]), _parts(query, todo, -torch.inf, None)
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
-    constants = _constants(problem, query, config, dropout_p, strides)
+    parts, parts_lse2 = part_buffer(query, todo, 0.0, query.shape[-1]), part_buffer(query, todo, -torch.inf, None)
+    return parts, parts_lse2, result_buffer(query, todo), lse
 
-    def call(programs: int, table: Tensor, **mode: bool) -> None:
-        forward_kernel[(programs,)](
-            query, key, value, parts, parts_lse2, out, lse, table, todo.layout, todo.offsets, lse if seed is None else seed,
-            table.shape[0], *strides, problem.queries, problem.heads, problem.key_heads,
-            problem.heads // problem.key_heads, todo.groups, problem.keys - problem.queries,
-            abs(scale) * _LOG2_E, *_keep(dropout_p), NEGATIVE=scale < 0, **mode, **constants,
-        )  # fmt: skip
 
-    _launch(todo, call)
+def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """``(out (B, N, H, D), lse (B, H, N))``; options: scale, dropout_p, seed."""
+    config = _configs(query).forward
+    todo = work(problem, block=config.block_m, by_keys=False, device=query.device)
+    *parts, out, lse = forward_buffers(problem, query, todo)
+
+    def call(*which: Any, **mode: Any) -> None:
+        launch_forward(problem, todo, (query, key, value, *parts, out, lse), *which, **options, **mode)
+
+    launch(todo, config, call)
     return out, lse
 
 
@@ -112,28 +126,74 @@ def backward(
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
     detach_mixing: bool = False,
+    forward: Callable[..., tuple[Tensor, Tensor]] = forward,
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` from the merged ``out`` and ``lse``."""
-    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "seed": seed}
+    """``(dq, dk, dv)`` from the merged ``out`` and ``lse``, by the kernels of ``forward`` and ``gradients``."""
+    gradients = gradients or portable_gradients
     if not detach_mixing or len(problem.pattern.branches) == 1:
-        delta = _delta(dout, out, dlse)
-        return _backward(problem, dout, query, key, value, lse, delta, **options)
+        return gradients(problem, dout, query, key, value, lse, row_delta(dout, out, dlse), **options)
     # With constant mixing weights, delta comes from the branch's own output, which is computed again.
     sums: list[Tensor] = []
     for branch in range(len(problem.pattern.branches)):
         alone = problem.only(branch)
-        delta = _delta(dout, forward(alone, query, key, value, **options)[0], dlse)
-        grads = _backward(alone, dout, query, key, value, lse, delta, **options)
+        delta = row_delta(dout, forward(alone, query, key, value, **options)[0], dlse)
+        grads = gradients(alone, dout, query, key, value, lse, delta, **options)
         sums = [x + y.float() for x, y in zip(sums, grads, strict=True)] if sums else [y.float() for y in grads]
     dq, dk, dv = (x.to(query.dtype) for x in sums)
     return dq, dk, dv
 
 
-def _backward(
+def _launch_backward(
+    kernel: Any,
+    problem: Problem,
+    todo: Work,
+    tensors: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    config: Config,
+    programs: int,
+    table: Tensor,
+    /,
+    *,
+    scale: float = 1.0,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    **mode: bool,
+) -> None:
+    query, key, value, dout, lse, *_ = tensors
+    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
+    kernel[(programs,)](
+        *tensors, table, todo.layout, todo.offsets, lse if seed is None else seed, table.shape[0], *strides, *sizes,
+        problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
+        problem.keys - problem.queries, scale * LOG2_E, scale, *_keep(dropout_p), **mode,
+        **_constants(problem, query, config, dropout_p, strides),
+    )  # fmt: skip
+
+
+def launch_dq(problem: Problem, todo: Work, tensors: tuple[Tensor, ...], *which: Any, **options: Any) -> None:
+    """One launch over ``tensors``: query, key, value, dout, lse, delta, parts, dq."""
+    _launch_backward(dq_kernel, problem, todo, tensors, (problem.queries,), *which, **options)
+
+
+def launch_dkv(problem: Problem, todo: Work, tensors: tuple[Tensor, ...], *which: Any, **options: Any) -> None:
+    """One launch over ``tensors``: query, key, value, dout, lse, delta, parts of dk and of dv, dk, dv."""
+    _launch_backward(dkv_kernel, problem, todo, tensors, (problem.queries, problem.keys), *which, **options)
+
+
+def dq_buffers(query: Tensor, todo: Work) -> tuple[Tensor, Tensor]:
+    """Parts of dq, and dq."""
+    return part_buffer(query, todo, 0.0, query.shape[-1]), result_buffer(query, todo)
+
+
+def dkv_buffers(key: Tensor, value: Tensor, todo: Work) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Parts of dk and of dv, dk and dv."""
+    parts = part_buffer(key, todo, 0.0, key.shape[-1]), part_buffer(value, todo, 0.0, value.shape[-1])
+    return *parts, result_buffer(key, todo), result_buffer(value, todo)
+
+
+def portable_gradients(
     problem: Problem,
     dout: Tensor,
     query: Tensor,
@@ -141,53 +201,30 @@ def _backward(
     value: Tensor,
     lse: Tensor,
     delta: Tensor,
-    *,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` given ``delta``."""
     chosen = _configs(query)
-    group = problem.heads // problem.key_heads
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
-    scalars = (problem.keys - problem.queries, scale * _LOG2_E, scale, *_keep(dropout_p))
-    head_dim = query.shape[-1]
+    inputs = query, key, value, dout, lse, delta
 
     def by_query() -> Tensor:
         todo = work(problem, block=chosen.dq.block_m, by_keys=False, device=query.device)
-        dq, parts = _result(query, todo), _parts(query, todo, 0.0, head_dim)
-        constants = _constants(problem, query, chosen.dq, dropout_p, strides)
+        tensors = (*inputs, *dq_buffers(query, todo))
+        launch(todo, chosen.dq, lambda *which, **mode: launch_dq(problem, todo, tensors, *which, **options, **mode))
+        return tensors[-1]
 
-        def call(programs: int, table: Tensor, **mode: bool) -> None:
-            dq_kernel[(programs,)](
-                query, key, value, dout, lse, delta, parts, dq, table, todo.layout, todo.offsets,
-                lse if seed is None else seed, table.shape[0], *strides, problem.queries, problem.heads, problem.key_heads,
-                group, todo.groups, *scalars, **mode, **constants,
-            )  # fmt: skip
-
-        _launch(todo, call)
-        return dq
-
-    def by_key() -> tuple[Tensor, Tensor]:
+    def by_key() -> tuple[Tensor, ...]:
         todo = work(problem, block=chosen.dkv.block_n, by_keys=True, device=query.device)
-        dk, dv = _result(key, todo), _result(value, todo)
-        dk_parts, dv_parts = _parts(key, todo, 0.0, head_dim), _parts(value, todo, 0.0, head_dim)
-        constants = _constants(problem, query, chosen.dkv, dropout_p, strides)
-
-        def call(programs: int, table: Tensor, **mode: bool) -> None:
-            dkv_kernel[(programs,)](
-                query, key, value, dout, lse, delta, dk_parts, dv_parts, dk, dv, table, todo.layout, todo.offsets,
-                lse if seed is None else seed, table.shape[0], *strides, problem.queries, problem.keys, problem.heads,
-                problem.key_heads, group, todo.groups, *scalars, **mode, **constants,
-            )  # fmt: skip
-
-        _launch(todo, call)
-        return dk, dv
+        tensors = (*inputs, *dkv_buffers(key, value, todo))
+        launch(todo, chosen.dkv, lambda *which, **mode: launch_dkv(problem, todo, tensors, *which, **options, **mode))
+        return tensors[-2:]
 
     # One after the other, so that the parts of dq are gone before those of dk and dv exist.
-    return by_query(), *by_key()
+    dq, (dk, dv) = by_query(), by_key()
+    return dq, dk, dv
 
 
-def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """delta = dout . out - dlse, (B, H, N)."""
     batch, n, heads, d = out.shape
     delta = torch.empty((batch, heads, n), dtype=torch.float32, device=out.device)

@@ -1,9 +1,12 @@
 """Launch tables: the tiles of a problem as rows of integers that a kernel reads, and the layout of partial results.
 
 Tiles are grouped: a group is one branch's rectangles or one branch's triangles, so that within a group every row of the
-result belongs to one tile. All groups but the last go in one launch and write *parts*: compact float32 results of the rows
-they have, no row twice. The last group, the densest, covers all rows; its launch adds the parts of a row to its own result
-and writes it, once. If no group covers all rows, every group writes parts and a kernel without attention adds them up.
+result belongs to one tile. All groups but the last write *parts*: compact float32 results of the rows they have, no row
+twice. A group whose rows another, denser group has as well (rate 4 and rate 2, say) is that group's *child*: the denser one
+adds the child's part to its own result before it writes that. The last group, the densest, covers all rows; it adds what
+is left and writes the result, once. If no group covers all rows, a kernel without attention adds up what is left. Groups
+whose children are done go in one launch: rates 1, 2, 4, 12 are the launches {12}, {4}, {2}, {1}. (Only where segments begin
+at multiples of the rate are the rows of a rate always the same; w = 16384 with rate 6 is added at the end.)
 
 Layout of parts: a group of segment length w and rate r keeps ``capacity`` rows for each head and each of the ``segments``
 that hold rows of the result. The row of head ``h`` of a sample ``b`` of a sequence, at position ``i``, is, for offset ``o``
@@ -54,9 +57,13 @@ COLUMNS = (
     "capacity",  # 20
     "own_segment",  # the first tile's, counted from the layout's first
     "own_number",  # the first row's, counted from the layout's first
+    "first_child",  # groups whose parts are added to this one's result
+    "children",
 )
 
 
+# Programs that only add up parts take this many rows.
+SUM_ROWS = 64
 # One entry of the layout of parts.
 LAYOUT = ("base", "segments", "capacity", "w", "r", "first_segment", "first_number")
 
@@ -70,14 +77,20 @@ class _Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch: the tiles it computes, by family."""
+
+    table: Tensor  # (families, COLUMNS) int64
+    programs: int
+    attends: bool  # else it only adds up parts, for whole sequences
+    final: bool  # it writes the result, else parts
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """The launches of one kernel on one device, for results by query row or by key row."""
 
-    parts: Tensor  # (families, COLUMNS) int64: tiles that write parts
-    part_programs: int
-    final: Tensor  # tiles that write the result; whole sequences if the parts are all there is
-    final_programs: int
-    attends: bool  # the final tiles compute attention as well
+    launches: tuple[Launch, ...]
     groups: int  # that write parts
     layout: Tensor  # (sequences, groups, LAYOUT) int64
     offsets: Tensor  # (groups, key heads) int64
@@ -109,15 +122,53 @@ def _group_layout(rows: range, w: int, r: int) -> tuple[int, int, int, int, int,
     return 1, high - low + 1, w, r, first, low
 
 
+def _covers(problem: Problem, length: int, dense: TileFamily, sparse: TileFamily) -> bool:
+    """Whether one branch has every row that a sparser one has, for every head."""
+
+    def residue(family: TileFamily) -> tuple[int, int] | None:
+        """The rows are those whose position has this rest by this rate: true if segments begin at multiples of it."""
+        w, r = problem.pattern.branches[family.branch]
+        return (r, family.branch) if w % r == 0 or w >= length else None
+
+    if residue(dense) is None or residue(sparse) is None or sparse.row_stride % dense.row_stride:
+        return False
+    offsets = [
+        [problem.pattern.offset(g, problem.key_heads, family.row_stride) for g in range(problem.key_heads)]
+        for family in (dense, sparse)
+    ]
+    return all(s % dense.row_stride == d for d, s in zip(*offsets, strict=True))
+
+
+def _tree(problem: Problem, groups: list[list[_Placed]], root: int, square: bool) -> list[list[int]]:
+    """The children of each group and, last, of the root, by their numbers: sparse groups have small numbers.
+
+    Rates 12, 4, 2 before a root of rate 1: 12 is the child of 4, 4 is that of 2, and 2 is that of the root.
+    """
+    length = max((len(plan.keys) for _, plan in problem.plans()), default=0)
+    children: list[list[int]] = [[] for _ in range(root + 1)]
+    for child in range(root):
+        # A part of a result may lack rows: then every group is added up at the end.
+        denser = range(child + 1, root) if square else range(0)
+        parents = (p for p in denser if _covers(problem, length, groups[p][0].family, groups[child][0].family))
+        children[next(parents, root)].append(child)
+    return children
+
+
 # Tables of long batches of documents take megabytes on the device, and most training steps bring new ones.
 @lru_cache(maxsize=32)
 def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -> Work:
     """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head."""
     plans = problem.plans()
-    groups = _groups(problem)
     square = all(len(plan.queries) == len(plan.keys) for _, plan in plans)
+    groups = _groups(problem)
     attends = bool(groups) and groups[-1][0].family.row_stride == 1 and (square or not by_keys)
-    sparse = groups[:-1] if attends else groups
+    root = len(groups) - attends
+    tree = _tree(problem, groups, root, square)
+    # The children of a group follow one another in the layout of parts.
+    order = [child for siblings in reversed(tree) for child in siblings]
+    level = [0] * (root + 1)
+    for group, siblings in enumerate(tree):
+        level[group] = 1 + max((level[child] for child in siblings), default=-1)
     result_heads = problem.key_heads if by_keys else problem.heads
     group_size = 1 if by_keys else problem.heads // problem.key_heads
 
@@ -125,19 +176,20 @@ def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -
     part_rows = 0
     for span, plan in plans:
         samples = span.samples.stop - span.samples.start
-        for members in sparse:
-            w, r = problem.pattern.branches[members[0].family.branch]
+        for group in order:
+            w, r = problem.pattern.branches[groups[group][0].family.branch]
             layout.append((part_rows, *_group_layout(plan.keys if by_keys else plan.queries, min(w, len(plan.keys)), r)))
             part_rows += samples * result_heads * layout[-1][1] * layout[-1][2]
 
-    def row(placed: _Placed, group: int | None, first_program: int) -> tuple[tuple[int, ...], int]:
+    def row(placed: _Placed, group: int, first_program: int, block: int) -> tuple[tuple[int, ...], int]:
         f, (span, plan) = placed.family, plans[placed.sequence]
         q_start = f.q_start - plan.queries.start + span.queries.start
         k_start = f.k_start - plan.keys.start + span.keys.start
         start, tensor_row = (f.k_start, k_start) if by_keys else (f.q_start, q_start)
         part: tuple[int, ...] = (0, 0, 0, 0, 0)
-        if group is not None:
-            base, segments, capacity, w, r, first_segment, first_number = layout[placed.sequence * len(sparse) + group]
+        if group < root:
+            entry = layout[placed.sequence * root + order.index(group)]
+            base, segments, capacity, w, r, first_segment, first_number = entry
             part = (base, segments, capacity, start // w - first_segment, start % w // r - first_number)
         blocks = -(-(f.k_rows if by_keys else f.q_rows) // block)
         samples = span.samples.stop - span.samples.start
@@ -146,31 +198,32 @@ def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -
             first_program, span.samples.start, f.tiles, f.tile_step, len(f.key_heads), f.key_heads.start,
             f.key_heads.step, f.head_row_step, q_start, f.q_rows, k_start, f.k_rows, f.row_stride, int(f.causal),
             f.zero_keys, f.branch, placed.sequence, start - tensor_row, *part,
+            order.index(tree[group][0]) if tree[group] else 0, len(tree[group]),
         )  # fmt: skip
         assert len(columns) == len(COLUMNS)
         return columns, first_program + programs
 
-    def table(entries: list[tuple[_Placed, int | None]]) -> tuple[Tensor, int]:
+    def launch(some_groups: list[int], attends: bool) -> Launch:
         rows, programs = [], 0
-        for placed, group in entries:
-            columns, programs = row(placed, group, programs)
-            rows.append(columns)
-        return torch.tensor(rows, dtype=torch.int64).reshape(-1, len(COLUMNS)).to(device), programs
+        for group in some_groups:
+            whole = [_Placed(_whole(plan, problem.key_heads), s) for s, (_, plan) in enumerate(plans)]
+            for placed in groups[group] if attends else whole:
+                columns, programs = row(placed, group, programs, block if attends else SUM_ROWS)
+                rows.append(columns)
+        table = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(COLUMNS)).to(device)
+        return Launch(table, programs, attends, some_groups == [root])
 
-    parts, part_programs = table([(placed, g) for g, members in enumerate(sparse) for placed in members])
-    last = groups[-1] if attends else [_Placed(_whole(plan, problem.key_heads), s) for s, (_, plan) in enumerate(plans)]
-    final, final_programs = table([(placed, None) for placed in last])
+    launches = [launch([g for g in range(root) if level[g] == some], True) for some in range(level[root])]
+    launches.append(launch([root], attends))
     offsets = [
-        [problem.pattern.offset(g, problem.key_heads, members[0].family.row_stride) for g in range(problem.key_heads)]
-        for members in sparse
+        [problem.pattern.offset(g, problem.key_heads, groups[group][0].family.row_stride) for g in range(problem.key_heads)]
+        for group in order
     ]
+    if not order:  # kernels look at a child before they know that there is none: one entry that nobody has
+        layout, offsets = [(0, 1, 1, 1, 1, 0, 0)], [[0] * problem.key_heads]
     return Work(
-        parts=parts,
-        part_programs=part_programs,
-        final=final,
-        final_programs=final_programs,
-        attends=attends,
-        groups=len(sparse),
+        launches=tuple(launch for launch in launches if launch.programs),
+        groups=root,
         layout=torch.tensor(layout, dtype=torch.int64).reshape(-1, len(LAYOUT)).to(device),
         offsets=torch.tensor(offsets, dtype=torch.int64).to(device),
         part_rows=part_rows,

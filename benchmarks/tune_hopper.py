@@ -1,0 +1,121 @@
+"""Time configurations of the Hopper kernels against dense cuDNN attention, each checked against the portable kernels.
+
+    PYTHONPATH=src python3 benchmarks/tune_hopper.py [--out FILE]
+
+Edit CANDIDATES, run, and put the best into backends/hopper/configs.py. ``x dense``: of the rate of dense cuDNN attention at
+tiles of 2048, forward for the forward; dq and dkv are given in milliseconds, to be added up, beside the milliseconds that
+dense cuDNN attention would take for the backward FLOPs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from pathlib import Path
+
+import torch
+from gpu import GPU, PAPER, WIDE, Setting, dense_rates, milliseconds
+
+from dilated_attention_pytorch.backends.hopper import run
+from dilated_attention_pytorch.backends.hopper.configs import Config
+from dilated_attention_pytorch.backends.triton import run as portable
+from dilated_attention_pytorch.plan import compile_plan
+from dilated_attention_pytorch.problem import Problem
+
+SETTINGS = {
+    "D=64": Setting(PAPER, 2**18, 12, 64, 2048),
+    "D=64 causal": Setting(PAPER, 2**18, 12, 64, 2048, causal=True),
+    "D=128": Setting(WIDE, 2**17, 16, 128, 2048),
+    "D=128 causal": Setting(WIDE, 2**17, 16, 128, 2048, causal=True),
+}
+CANDIDATES = {
+    ("forward", 64): [Config(128, 6, 1), Config(128, 5, 0, groups=3), Config(128, 4, 1, groups=3)],
+    ("forward", 128): [Config(128, 3, 0), Config(128, 3, 1)],
+    ("dq", 64): [Config(64, 8, 2)],
+    ("dq", 128): [Config(64, 5, 1)],
+    ("dkv", 64): [Config(64, 8, 2, overlap=True), Config(64, 8, 2), Config(64, 8, 0, overlap=True)],
+    ("dkv", 128): [Config(64, 4, 0)],
+}
+
+
+def problem(s: Setting, n: int) -> Problem:
+    return Problem(s.pattern, s.causal, 1, n, n, s.heads, s.heads, None, None)
+
+
+def inputs(s: Setting, n: int) -> list[torch.Tensor]:
+    return [torch.randn((1, n, s.heads, s.head_dim), device=GPU, dtype=s.dtype) for _ in range(4)]
+
+
+def call(kernel: str, p: Problem, x: list[torch.Tensor], lse, delta, config: Config | None):
+    q, k, v, dout = x
+    scale = q.shape[-1] ** -0.5
+    if kernel == "forward":
+        return run.forward(p, q, k, v, scale=scale, config=config)
+    return getattr(run, kernel)(p, dout, q, k, v, lse, delta, scale=scale, config=config)
+
+
+def outputs(x) -> tuple[torch.Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def compile_one(job) -> None:
+    """In a process of its own: the compiled kernels stay on disk."""
+    kernel, head_dim, config = job
+    s = SETTINGS[f"D={head_dim}"]
+    n = 4096
+    statistics = torch.zeros(1, s.heads, n, device=GPU)
+    if kernel == "portable":
+        q, k, v, dout = inputs(s, n)
+        portable.forward(problem(s, n), q, k, v, scale=1.0)
+        portable.portable_gradients(problem(s, n), dout, q, k, v, statistics, statistics, scale=1.0)
+        return
+    call(kernel, problem(s, n), inputs(s, n), statistics, statistics, config)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    jobs = [(kernel, d, config) for (kernel, d), configs in CANDIDATES.items() for config in configs]
+    jobs += [("portable", 64, None), ("portable", 128, None)]
+    with multiprocessing.get_context("spawn").Pool(14) as pool:
+        pool.map(compile_one, jobs, chunksize=1)
+    rows = []
+    for name, s in SETTINGS.items():
+        p, x = problem(s, s.n), inputs(s, s.n)
+        q, k, v, dout = x
+        flops = compile_plan(s.pattern, s.n, s.heads, is_causal=s.causal).flops(s.head_dim)
+        rates = dense_rates(s)
+        out, lse = portable.forward(p, q, k, v, scale=s.head_dim**-0.5)
+        delta = portable.row_delta(dout, out, None)
+        grads = portable.portable_gradients(p, dout, q, k, v, lse, delta, scale=s.head_dim**-0.5)
+        expected = {"forward": (out, lse), "dq": grads[:1], "dkv": grads[1:]}
+        print(f"{name}: dense forward {flops / rates[0] / 1e9:.2f} ms ({rates[0]:.0f} TFLOP/s), "
+              f"backward {2.5 * flops / rates[1] / 1e9:.2f} ms ({rates[1]:.0f} TFLOP/s)")  # fmt: skip
+        for (kernel, d), configs in CANDIDATES.items():
+            for config in configs if d == s.head_dim else ():
+                got = outputs(call(kernel, p, x, lse, delta, config))
+                pairs = zip(got, expected[kernel], strict=True)
+                error = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+                again = [outputs(call(kernel, p, x, lse, delta, config)) for _ in range(20)]
+                same = all(torch.equal(a, b) for other in again for a, b in zip(got, other, strict=True))
+                del again
+                ms = milliseconds(lambda: call(kernel, p, x, lse, delta, config), 9)  # noqa: B023
+                raw = {"forward": 1.0, "dq": 1.5, "dkv": 2.0}[kernel] * flops / ms / 1e9
+                row = {"setting": name, "kernel": kernel, "config": str(config), "ms": ms, "tflops": raw, "error": error}
+                rows.append(row | {"same_bits": same, "dense_tflops": rates})
+                share = f"x dense {raw / rates[0]:.3f}" if kernel == "forward" else ""
+                bits = "" if same else "NOT THE SAME BITS"
+                print(
+                    f"   {kernel:8s} {config!s:50s} {ms:8.3f} ms  {raw:5.0f} TFLOP/s  error {error:.1e}  {share} {bits}",
+                    flush=True,
+                )
+    if options.out:
+        report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

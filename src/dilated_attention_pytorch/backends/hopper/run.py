@@ -1,0 +1,183 @@
+"""Launching the Hopper kernels: the tables, buffers and sums of parts are those of the portable Triton kernels."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from dilated_attention_pytorch.backends.hopper.backward import dkv_kernel, dq_kernel
+from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, Config, configs
+from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
+from dilated_attention_pytorch.backends.triton import configs as portable
+from dilated_attention_pytorch.backends.triton import run
+from dilated_attention_pytorch.backends.triton.tables import Work, work
+from dilated_attention_pytorch.problem import Problem
+from dilated_attention_pytorch.tiles import positive_scale
+
+# Per thread at the start: 12 warps share 65,536. The computing ones then take some from the loading one.
+_START_REGISTERS = 168
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The tensor memory accelerator reads rows at multiples of 16 bytes; other layouts (rare) are copied once."""
+    strides = [stride * x.element_size() for stride in x.stride()[:3]]
+    fits = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides) and strides[1] > 0
+    return x if fits else x.contiguous()
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory for descriptors, for the duration of a launch."""
+    return torch.empty(size, dtype=torch.int8, device=torch.cuda.current_device())
+
+
+def _launch(todo: Work, attend: Callable[[int, Tensor, bool], None], add_parts: Callable[[int, Tensor], None]) -> None:
+    """All launches, those that only add up parts by ``add_parts``."""
+
+    def both() -> None:
+        triton.set_allocator(_scratch)
+        for one in todo.launches:
+            if one.attends:
+                attend(one.programs, one.table, one.final)
+            else:
+                add_parts(one.programs, one.table)
+
+    contextvars.copy_context().run(both)  # the allocator of other code stays what it is
+
+
+def _constants(config: Config, x: Tensor, final: bool) -> dict[str, Any]:
+    return {
+        "D": x.shape[-1],
+        "BLOCK_D": portable.padded(x.shape[-1]),
+        "STAGES": config.stages,
+        "HELD": config.held,
+        "FINAL": final,
+        "num_warps": 4,
+        "maxnreg": _START_REGISTERS,
+    }
+
+
+def forward(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, scale: float, config: Config | None = None
+) -> tuple[Tensor, Tensor]:
+    """``(out (B, N, H, D), lse (B, H, N))``."""
+    query, scale, _ = positive_scale(query, scale)
+    query, key, value = map(_aligned, (query, key, value))
+    chosen = config or configs(query.shape[-1]).forward
+    todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
+    tensors = (query, key, value, *run.forward_buffers(problem, query, todo))
+    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
+
+    def attend(items: int, table: Tensor, final: bool) -> None:
+        forward_kernel[(min(items, _multiprocessors(query.device)),)](
+            *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.heads,
+            problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, BLOCK_N=chosen.block,
+            **_constants(chosen, query, final),
+        )  # fmt: skip
+
+    def add_parts(programs: int, table: Tensor) -> None:
+        run.launch_forward(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
+
+    _launch(todo, attend, add_parts)
+    return tensors[-2:]
+
+
+def dq(
+    problem: Problem,
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    scale: float,
+    config: Config | None = None,
+) -> Tensor:
+    """The gradient of the queries given ``delta``."""
+    chosen = config or configs(query.shape[-1]).dq
+    todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
+    tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo))
+    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
+
+    def attend(items: int, table: Tensor, final: bool) -> None:
+        dq_kernel[(min(items, _multiprocessors(query.device)),)](
+            *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.heads,
+            problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale, BLOCK_N=chosen.block,
+            **_constants(chosen, query, final),
+        )  # fmt: skip
+
+    def add_parts(programs: int, table: Tensor) -> None:
+        run.launch_dq(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
+
+    _launch(todo, attend, add_parts)
+    return tensors[-1]
+
+
+def dkv(
+    problem: Problem,
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    scale: float,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of keys and values given ``delta``."""
+    chosen = config or configs(query.shape[-1]).dkv
+    todo = work(problem, block=ITEM_ROWS, by_keys=True, device=query.device)
+    tensors = (query, key, value, dout, lse, delta, *run.dkv_buffers(key, value, todo))
+    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
+
+    def attend(items: int, table: Tensor, final: bool) -> None:
+        dkv_kernel[(min(items, _multiprocessors(query.device)),)](
+            *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.keys,
+            problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
+            BLOCK_M=chosen.block, OVERLAP=chosen.overlap, **_constants(chosen, query, final),
+        )  # fmt: skip
+
+    def add_parts(programs: int, table: Tensor) -> None:
+        run.launch_dkv(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
+
+    _launch(todo, attend, add_parts)
+    return tensors[-2:]
+
+
+def _gradients(
+    problem: Problem, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, delta: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = *map(_aligned, (dout, query, key, value)), lse, delta
+    return dq(problem, *tensors, scale=scale), *dkv(problem, *tensors, scale=scale)
+
+
+def backward(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    detach_mixing: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` from the merged ``out`` and ``lse``."""
+    return run.backward(
+        problem, dout, dlse, query, key, value, out, lse, scale=scale, detach_mixing=detach_mixing, forward=forward,
+        gradients=_gradients,
+    )  # fmt: skip

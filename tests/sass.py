@@ -1,0 +1,59 @@
+"""Reading machine code (SASS): what the loops around the tensor cores do."""
+
+from __future__ import annotations
+
+import re
+
+
+def instructions(sass: str) -> list[tuple[int, str]]:
+    """Address and text."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.MULTILINE)
+    return [(int(address, 16), text) for address, text in found]
+
+
+def product_loops(sass: str) -> list[list[str]]:
+    """The innermost loops that have products of matrices (HGMMA)."""
+    code = instructions(sass)
+    index = {address: i for i, (address, _) in enumerate(code)}
+    loops = []
+    for i, (_, text) in enumerate(code):
+        target = re.match(r"@!?U?P\w+ BRA\b.*?0x([0-9a-f]+)", text)  # without a condition: back from code out of line
+        start = index.get(int(target.group(1), 16), i) if target else i
+        if start < i and any("HGMMA" in line for _, line in code[start:i]):
+            loops.append((start, i))
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return [[text for _, text in code[start : stop + 1]] for start, stop in inner]
+
+
+def written(text: str) -> range:
+    """The registers that an instruction writes."""
+    match = re.match(r"(?:@!?U?P\w+\s+)?(\S+)\s+(?:(?:P\w+|!?PT),\s*)*R(\d+)\b", text)
+    if not match or match.group(1).startswith(("ST", "RED", "ATOM", "BAR", "SYNCS", "UTMA", "ISETP", "FSETP", "HGMMA")):
+        return range(0)
+    size = (
+        4 if ".128" in match.group(1) or "M88.4" in match.group(1) else 2 if re.search(r"\.64|WIDE", match.group(1)) else 1
+    )
+    return range(int(match.group(2)), int(match.group(2)) + size)
+
+
+def overwritten_operands(sass: str) -> list[str]:
+    """Instructions that write a register which a product still reads: it runs on until a wait (DEPBAR) says it is done."""
+    running: list[set[int]] = []
+    current: set[int] = set()
+    found = []
+    for _, text in instructions(sass):
+        product = re.match(r"(?:@\S+\s+)?HGMMA\S* R\d+, R(\d+),", text)
+        if product:
+            current |= set(range(int(product.group(1)), int(product.group(1)) + 4))
+        if "HGMMA" in text:
+            if "gsb0" in text:  # the end of a group of products
+                running.append(current)
+                current = set()
+            continue
+        wait = re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x([0-9a-f]+)", text)
+        if wait:
+            pending = int(wait.group(1), 16)
+            running = running[-pending:] if pending else []
+        if any(set(written(text)) & registers for registers in [*running, current]):
+            found.append(text)
+    return found
