@@ -30,12 +30,12 @@ SETTINGS = {
     "D=128 causal": Setting(WIDE, 2**17, 16, 128, 2048, causal=True),
 }
 CANDIDATES = {
-    ("forward", 64): [Config(128, 6, 1), Config(128, 5, 0, groups=3), Config(128, 4, 1, groups=3)],
-    ("forward", 128): [Config(128, 3, 0), Config(128, 3, 1)],
-    ("dq", 64): [Config(64, 8, 2)],
-    ("dq", 128): [Config(64, 5, 1)],
+    ("forward", 64): [Config(128, 6, 1), Config(128, 6, 0), Config(128, 3, 1)],
+    ("forward", 128): [Config(128, 3, 0), Config(128, 3, 1), Config(64, 6, 1)],
+    ("dq", 64): [Config(64, 8, 2), Config(64, 8, 0)],
+    ("dq", 128): [Config(64, 5, 1), Config(64, 5, 0)],
     ("dkv", 64): [Config(64, 8, 2, overlap=True), Config(64, 8, 2), Config(64, 8, 0, overlap=True)],
-    ("dkv", 128): [Config(64, 4, 0)],
+    ("dkv", 128): [Config(64, 4, 0), Config(32, 8, 0, overlap=True)],
 }
 
 

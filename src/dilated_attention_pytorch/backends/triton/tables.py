@@ -17,7 +17,7 @@ of the head,
 if ``i % w >= o`` and ``(i % w - o) % r == 0``. ``capacity`` is ``ceil(w / r)`` and ``first_number`` 0, but a single segment
 keeps only the row numbers that the result has: decoding one token keeps two rows, not a segment.
 
-Sequences of their own (``lengths``, ``cu_seqlens``) only add rows to the tables: any batch is two launches.
+Sequences of their own (``lengths``, ``cu_seqlens``) only add rows to the tables: a batch has no more launches for it.
 """
 
 from __future__ import annotations
