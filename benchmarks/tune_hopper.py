@@ -1,10 +1,10 @@
 """Time configurations of the Hopper kernels against dense cuDNN attention, each checked against the portable kernels.
 
-    PYTHONPATH=src python3 benchmarks/tune_hopper.py [--out FILE]
+    PYTHONPATH=src python3 benchmarks/tune_hopper.py [--experiment] [--out FILE]
 
 Edit CANDIDATES, run, and put the best into backends/hopper/configs.py. ``x dense``: of the rate of dense cuDNN attention at
 tiles of 2048, forward for the forward; dq and dkv are given in milliseconds, to be added up, beside the milliseconds that
-dense cuDNN attention would take for the backward FLOPs.
+dense cuDNN attention would take for the backward FLOPs. ``--experiment`` takes the kernels of benchmarks/experiments.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import sys
 from pathlib import Path
 
 import torch
@@ -59,9 +60,20 @@ def outputs(x) -> tuple[torch.Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
+def use_experiment() -> None:
+    sys.path.insert(0, str(Path(__file__).parent / "experiments"))
+    import hopper_backward
+    import hopper_forward
+
+    run.forward_kernel = hopper_forward.forward_kernel
+    run.dq_kernel, run.dkv_kernel = hopper_backward.dq_kernel, hopper_backward.dkv_kernel
+
+
 def compile_one(job) -> None:
     """In a process of its own: the compiled kernels stay on disk."""
-    kernel, head_dim, config = job
+    kernel, head_dim, config, experiment = job
+    if experiment:
+        use_experiment()
     s = SETTINGS[f"D={head_dim}"]
     n = 4096
     statistics = torch.zeros(1, s.heads, n, device=GPU)
@@ -77,9 +89,12 @@ def compile_one(job) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--experiment", action="store_true")
     options = parser.parse_args()
-    jobs = [(kernel, d, config) for (kernel, d), configs in CANDIDATES.items() for config in configs]
-    jobs += [("portable", 64, None), ("portable", 128, None)]
+    if options.experiment:
+        use_experiment()
+    jobs = [(kernel, d, config, options.experiment) for (kernel, d), configs in CANDIDATES.items() for config in configs]
+    jobs += [("portable", 64, None, False), ("portable", 128, None, False)]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.map(compile_one, jobs, chunksize=1)
     rows = []
