@@ -1,6 +1,6 @@
 """Dilated attention on one GPU against dense cuDNN attention: time, rate, memory, error.
 
-    PYTHONPATH=src python3 benchmarks/gpu.py [--only paper,gigapath] [--backends auto,sdpa,triton] [--out FILE]
+    PYTHONPATH=src python3 benchmarks/gpu.py [--only paper,gigapath] [--backends auto,sdpa,triton,authors,flex] [--out FILE]
 
 ``x dense`` is the rate over that of dense cuDNN attention of the same head size, type and causality at the typical tile
 length L = w / r, measured in the same run. Forward FLOPs are 4 D per pair, backward 2.5 times that.
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import triton
+from baselines import METHODS
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch import Dilated, attention, attention_weights
@@ -40,6 +41,7 @@ PAPER = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 WIDE = Dilated([2048, 8192, 32768, 131072, 524288], [1, 4, 16, 64, 256])
 GIGAPATH = Dilated([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
 SHORT = Dilated([2048, 4096, 8192], [1, 2, 4])
+FLAT = Dilated([2048, 4096, 8192, 16384], [1, 2, 4, 8])
 SETTINGS = {
     "paper": Setting(PAPER, 2**20, 12, 64, 2048),
     "paper causal": Setting(PAPER, 2**20, 12, 64, 2048, causal=True),
@@ -52,6 +54,9 @@ SETTINGS = {
     "paper float32": Setting(PAPER, 2**16, 12, 64, 2048, dtype=torch.float32),
     "tiles of 1024": Setting(Dilated([1024, 4096], [1, 4]), 2**18, 16, 128, 1024),
     "tiles of 512": Setting(Dilated([512, 2048], [1, 4]), 2**18, 16, 128, 512),
+    "flat 128k": Setting(FLAT, 2**17, 8, 64, 2048),
+    "flat 1M": Setting(FLAT, 2**20, 8, 64, 2048),
+    "flat 8M": Setting(FLAT, 2**23, 8, 64, 2048),
 }
 
 
@@ -115,19 +120,27 @@ def dense_rates(s: Setting) -> tuple[float, float]:
 
 def error(s: Setting, inputs, out) -> float:
     """The largest relative error of a few rows and heads against float64."""
-    rows = torch.tensor([0, 1, s.n // 3, s.n // 2 + 5, s.n - 1], device=GPU)
+    rows = [0, 1, s.n // 3, s.n // 2 + 5, s.n - 1]
+    widest = max(s.pattern.segment_lengths)
+    # Whole segments are sequences of their own, if the shorter ones divide the longest.
+    independent = widest < s.n and all(widest % w == 0 for w in s.pattern.segment_lengths)
+    errors = []
     with torch.no_grad():
-        q, k, v = inputs
-        errors = []
-        for r in rows.tolist():
-            weights = attention_weights(q.double(), k.double(), s.pattern, [r], is_causal=s.causal)
-            expected = torch.einsum("bhrm,bmhd->brhd", weights, v.double())
-            errors.append(float((out[:, [r]] - expected).norm() / expected.norm()))
+        for row in rows:
+            start = row // widest * widest if independent else 0
+            part = slice(start, start + widest if independent else s.n)
+            q, k, v = (x[:, part].double() for x in inputs)
+            weights = attention_weights(q, k, s.pattern, [row - start], is_causal=s.causal)
+            expected = torch.einsum("bhrm,bmhd->brhd", weights, v)
+            errors.append(float((out[:, [row]] - expected).norm() / expected.norm()))
     return max(errors)
 
 
 def measure(name: str, s: Setting, backend: str) -> dict:
-    run = lambda *x: attention(*x, s.pattern, is_causal=s.causal, backend=backend)  # noqa: E731
+    if backend in METHODS:
+        run = lambda *x: METHODS[backend](*x, s.pattern, s.causal)  # noqa: E731
+    else:
+        run = lambda *x: attention(*x, s.pattern, is_causal=s.causal, backend=backend)  # noqa: E731
     inputs = tensors(s)
     plan = compile_plan(s.pattern, s.n, s.heads, is_causal=s.causal)
     forward, backward = forward_and_backward(run, inputs)
@@ -141,6 +154,8 @@ def measure(name: str, s: Setting, backend: str) -> dict:
         "dtype": str(s.dtype),
         "forward_ms": forward,
         "backward_ms": backward,
+        "forward_ns_per_token": forward * 1e6 / s.n,
+        "backward_ns_per_token": backward * 1e6 / s.n,
         "forward_tflops": plan.flops(s.head_dim) / forward / 1e9,
         "backward_tflops": plan.flops(s.head_dim, backward=True) / backward / 1e9,
         "forward_extra_gib": extra / 2**30,
