@@ -81,7 +81,7 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True):
     return compiled_usage(ASTSource, function, constants, size, {"num_warps": warps, "num_stages": stages})
 
 
-def hopper_usage(kernel, head_dim, final=True):
+def hopper_usage(kernel, head_dim, final=True, group=1):
     config = getattr(hopper_configs.configs(head_dim), kernel)
     constants = {
         "D": head_dim,
@@ -90,8 +90,9 @@ def hopper_usage(kernel, head_dim, final=True):
         "STAGES": config.stages,
         "HELD": config.held,
         "FINAL": final,
-        "group": 1,
     }
+    if group == 1:  # as Triton specialises it
+        constants["group"] = 1
     if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
     options = {"num_warps": 4, "maxnreg": hopper_run._START_REGISTERS}
@@ -121,6 +122,7 @@ def compiled_usage(source, function, constants, size, options):
         "registers": int(found["REG"]),
         "spilled_bytes": int(found["STACK"]),
         "shared_bytes": compiled.metadata.shared,
+        "scratch_bytes": getattr(compiled.metadata, "global_scratch_size", 0),
         "tensor_cores": "wgmma" in compiled.asm["ptx"],
         "wide_copies": "cp.async.cg.shared.global" in compiled.asm["ptx"],
         "tensor_copies": "cp.async.bulk.tensor" in compiled.asm["ptx"],

@@ -181,6 +181,17 @@ def test_hopper_serves_what_triton_serves():
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, msg=lambda m, name=name, o=options: f"{o} {name}: {m}")
 
 
+@HOPPER
+def test_hopper_copies_what_lies_at_odd_addresses():
+    """Contiguous, but two bytes behind a multiple of 16: what views of flat buffers look like."""
+    pattern, shape = Dilated([64, 200], [1, 3]), (1, 300, 4, 64)
+    odd = [torch.randn(300 * 4 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(shape) for _ in range(4)]
+    dlse = torch.zeros(1, 4, 300, device="cuda")
+    call = lambda *x: attention(*x, pattern, backend="hopper", return_lse=True)  # noqa: E731
+    for a, b in zip(run(call, *odd, dlse), run(call, *(x.clone() for x in odd), dlse), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])

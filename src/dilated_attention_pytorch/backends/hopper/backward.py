@@ -264,11 +264,14 @@ def _load_kv(at, steps, first, k_rows, number, smem, bars, D: gl.constexpr, BLOC
 
 
 @gluon.jit
-def _load_queries(
-    q_at, dout_at, lse_at, delta_at, steps, stride, q_rows, begin_block, blocks, counter, smem, bars,
+def _load_unit(
+    member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, lse_at, delta_at, steps, stride, q_rows, begin_block,
+    blocks, counter, smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for rows of q and dout, and their statistics, block by block as room comes free."""
+    """Ask for an item's keys and values, if this is its first unit, then for rows of q and dout, and their statistics."""
+    if member == 0:
+        _load_kv(kv_at, kv_steps, first, k_rows, number, smem, bars, D, BLOCK_D)
     _, _, q_smem, dout_smem, lse_smem, delta_smem = smem
     _, _, q_full, dout_full, row_full, empty, _ = bars
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -328,21 +331,17 @@ def _produce_dkv(
             place = (sample.to(gl.int64) * H + head) * N + starts[0]
             parity = unit & 1
             mbarrier.wait(done.index(parity), (unit >> 1 & 1) ^ 1)
-            if member == 0:
-                # The wait above was for the unit before the last: the item before the last is done with its descriptors.
-                if number & 1 == 0:
-                    _load_kv(kv_at, kv_steps, first, k_rows, number, smem, bars, D, BLOCK_D)
-                else:
-                    _load_kv(kv_at, kv_steps, first, k_rows, number, smem, bars, D, BLOCK_D)
+            # Keys are loaded inside of the branches as well: two branches that only made descriptors would be merged
+            # into one by the compiler, and with them their two places into one.
             if parity == 0:
-                counter = _load_queries(
-                    q_at, dout_at, LSE + place, DELTA + place, steps, stride, q_rows, begin, blocks, counter, smem, bars,
-                    D, BLOCK_D, BLOCK_M, STAGES,
+                counter = _load_unit(
+                    member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, LSE + place, DELTA + place, steps, stride,
+                    q_rows, begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
             else:
-                counter = _load_queries(
-                    q_at, dout_at, LSE + place, DELTA + place, steps, stride, q_rows, begin, blocks, counter, smem, bars,
-                    D, BLOCK_D, BLOCK_M, STAGES,
+                counter = _load_unit(
+                    member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, LSE + place, DELTA + place, steps, stride,
+                    q_rows, begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
             unit += 1
         number += 1

@@ -33,7 +33,7 @@ def _aligned(x: Tensor) -> Tensor:
     """The tensor memory accelerator reads rows at multiples of 16 bytes; other layouts (rare) are copied once."""
     strides = [stride * x.element_size() for stride in x.stride()[:3]]
     fits = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides) and strides[1] > 0
-    return x if fits else x.contiguous()
+    return x if fits else x.clone(memory_format=torch.contiguous_format)  # contiguous() may return x itself
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -71,7 +71,8 @@ def forward(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, scale: float, config: Config | None = None
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``."""
-    query, scale, _ = positive_scale(query, scale)
+    # A scale that float32 cannot hold is 0: the kernel masks scores before it scales them.
+    query, scale, _ = positive_scale(query, scale if abs(scale) > torch.finfo(torch.float32).tiny else 0.0)
     query, key, value = map(_aligned, (query, key, value))
     chosen = config or configs(query.shape[-1]).forward
     todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)

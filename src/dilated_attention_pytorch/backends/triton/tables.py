@@ -154,10 +154,26 @@ def _tree(problem: Problem, groups: list[list[_Placed]], root: int, square: bool
     return children
 
 
-# Tables of long batches of documents take megabytes on the device, and most training steps bring new ones.
-@lru_cache(maxsize=32)
+# What captured graphs read when they are replayed, as long as the process lives.
+_CAPTURED: list[Work] = []
+
+
 def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -> Work:
     """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head."""
+    todo = _work(problem, block=block, by_keys=by_keys, device=device)
+    if device.type == "cuda":
+        # Tables may leave the cache while the GPU still reads them, on another stream than they were made on.
+        stream = torch.cuda.current_stream(device)
+        for tensor in (todo.layout, todo.offsets, *(launch.table for launch in todo.launches)):
+            tensor.record_stream(stream)
+        if torch.cuda.is_current_stream_capturing() and not any(todo is captured for captured in _CAPTURED):
+            _CAPTURED.append(todo)
+    return todo
+
+
+# Tables of long batches of documents take megabytes on the device, and most training steps bring new ones.
+@lru_cache(maxsize=32)
+def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -> Work:
     plans = problem.plans()
     square = all(len(plan.queries) == len(plan.keys) for _, plan in plans)
     groups = _groups(problem)
@@ -178,7 +194,9 @@ def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -
         samples = span.samples.stop - span.samples.start
         for group in order:
             w, r = problem.pattern.branches[groups[group][0].family.branch]
-            layout.append((part_rows, *_group_layout(plan.keys if by_keys else plan.queries, min(w, len(plan.keys)), r)))
+            # A rate above the segment's length reads one row of it, like any such rate; kernels count in 32 bits.
+            w = min(w, len(plan.keys))
+            layout.append((part_rows, *_group_layout(plan.keys if by_keys else plan.queries, w, min(r, w))))
             part_rows += samples * result_heads * layout[-1][1] * layout[-1][2]
 
     def row(placed: _Placed, group: int, first_program: int, block: int) -> tuple[tuple[int, ...], int]:
@@ -196,7 +214,8 @@ def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -
         programs = blocks * group_size * len(f.key_heads) * f.tiles * samples
         columns = (
             first_program, span.samples.start, f.tiles, f.tile_step, len(f.key_heads), f.key_heads.start,
-            f.key_heads.step, f.head_row_step, q_start, f.q_rows, k_start, f.k_rows, f.row_stride, int(f.causal),
+            f.key_heads.step, f.head_row_step, q_start, f.q_rows, k_start, f.k_rows,
+            min(f.row_stride, len(plan.keys)), int(f.causal),
             f.zero_keys, f.branch, placed.sequence, start - tensor_row, *part,
             order.index(tree[group][0]) if tree[group] else 0, len(tree[group]),
         )  # fmt: skip
@@ -215,8 +234,12 @@ def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -
 
     launches = [launch([g for g in range(root) if level[g] == some], True) for some in range(level[root])]
     launches.append(launch([root], attends))
+    longest = max((len(plan.keys) for _, plan in plans), default=0)
     offsets = [
-        [problem.pattern.offset(g, problem.key_heads, groups[group][0].family.row_stride) for g in range(problem.key_heads)]
+        [
+            min(problem.pattern.offset(g, problem.key_heads, groups[group][0].family.row_stride), longest)
+            for g in range(problem.key_heads)
+        ]
         for group in order
     ]
     if not order:  # kernels look at a child before they know that there is none: one entry that nobody has

@@ -1,0 +1,63 @@
+"""Which positions of a sequence each rank holds. Plain integers, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """For every rank the ranges of positions (chunks) that it holds, in the order of its rows; they may be empty.
+
+    >>> Shards.of([3, 5, 0], "contiguous").chunks
+    ((range(0, 3),), (range(3, 8),), (range(8, 8),))
+
+    In the zigzag layout, rank p holds two chunks, p-th from the start and p-th from the end, so that every rank has early
+    and late positions and causal work is even:
+
+    >>> Shards.of([4, 4], "zigzag").chunks
+    ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))
+    """
+
+    chunks: tuple[tuple[range, ...], ...]
+
+    @staticmethod
+    def of(lengths: Sequence[int], layout: str) -> Shards:
+        """Shards of these lengths, one per rank."""
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+        if not lengths or min(lengths) < 0:
+            raise ValueError(f"shards need at least one rank and no negative length, got {list(lengths)}")
+        if layout == "contiguous":
+            ends = list(accumulate(lengths))
+            return Shards(tuple((range(end - n, end),) for n, end in zip(lengths, ends, strict=True)))
+        sizes = [(n + 1) // 2 for n in lengths] + [n // 2 for n in reversed(lengths)]
+        ends = list(accumulate(sizes))
+        halves = [range(end - n, end) for n, end in zip(sizes, ends, strict=True)]
+        return Shards(tuple((halves[p], halves[-1 - p]) for p in range(len(lengths))))
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.chunks)
+
+    @property
+    def length(self) -> int:
+        """Positions of the whole sequence."""
+        return sum(len(chunk) for chunks in self.chunks for chunk in chunks)
+
+    def within(self, rows: range) -> Shards:
+        """The parts inside a range of rows, counted from its start: a document of a packed batch.
+
+        >>> Shards.of([3, 5], "contiguous").within(range(2, 6)).chunks
+        ((range(0, 1),), (range(1, 4),))
+        """
+
+        def cut(x: int) -> int:
+            return min(max(x, rows.start), rows.stop) - rows.start
+
+        return Shards(tuple(tuple(range(cut(c.start), cut(c.stop)) for c in chunks) for chunks in self.chunks))

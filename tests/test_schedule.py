@@ -1,0 +1,137 @@
+"""Schedules by enumeration, all ranks in one process: every pair once, sends match receives, nothing too much."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import oracle
+from dilated_attention_pytorch import Dilated
+from dilated_attention_pytorch.distributed.schedule import make_schedule
+from dilated_attention_pytorch.distributed.shards import Shards
+
+
+@st.composite
+def cases(draw):
+    branches = draw(st.lists(st.tuples(st.integers(1, 24), st.integers(1, 5)), min_size=1, max_size=3))
+    key_heads = draw(st.integers(1, 4))
+    offsets = draw(st.sampled_from(["interleaved", "blocked"]))
+    lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
+    return (
+        Dilated([w for w, _ in branches], [r for _, r in branches], offsets),
+        Shards.of(lengths, draw(st.sampled_from(["contiguous", "zigzag"]))),
+        key_heads,
+        draw(st.booleans()),
+    )
+
+
+def met(plan) -> Counter:
+    """(key head, query position, key position): how often."""
+    pairs: Counter = Counter()
+    for f in plan.families:
+        for a, g in enumerate(f.key_heads):
+            for t in range(f.tiles):
+                shift = a * f.head_row_step + t * f.tile_step
+                for x in range(f.q_rows):
+                    for y in range(x + 1 if f.causal else f.k_rows):
+                        pairs[g, f.q_start + shift + x * f.row_stride, f.k_start + shift + y * f.row_stride] += 1
+    return pairs
+
+
+@given(cases())
+@settings(max_examples=400)
+def test_every_pair_is_computed_once_where_its_query_lives(case):
+    pattern, shards, key_heads, is_causal = case
+    schedule = make_schedule(pattern, shards, key_heads, is_causal=is_causal)
+    found: Counter = Counter()
+    for rank, chunks in enumerate(shards.chunks):
+        for a, b, plan in schedule.local(rank):
+            for (g, i, j), count in met(plan).items():
+                assert i in chunks[a]
+                assert j in chunks[b]
+                found[g, i, j] += count
+        for transfer in schedule.receives(rank):
+            for a, plan in schedule.remote(transfer):
+                for (g, i, j), count in met(plan).items():
+                    assert i in chunks[a]
+                    assert j in transfer.positions
+                    found[g, i, j] += count
+    n = shards.length
+    expected = oracle.multiplicities(pattern, n, n, key_heads, key_heads, is_causal)
+    assert found == Counter({tuple(index): int(expected[tuple(index)]) for index in expected.nonzero().tolist()})
+
+
+@given(cases())
+@settings(max_examples=400)
+def test_sends_match_receives_and_nothing_travels_for_nothing(case):
+    pattern, shards, key_heads, is_causal = case
+    schedule = make_schedule(pattern, shards, key_heads, is_causal=is_causal)
+    world = shards.world_size
+    rounds = [{number: (sends, receives) for number, sends, receives in schedule.rounds(rank)} for rank in range(world)]
+    for rank in range(world):
+        assert 0 not in rounds[rank]
+        for number, (sends, _) in rounds[rank].items():
+            target = (rank + number) % world
+            # The same messages in the same order at both ends.
+            assert sends == rounds[target].get(number, ((), ()))[1]
+        received = list(schedule.receives(rank))
+        assert sorted(map(str, received)) == sorted(str(x) for _, xs in rounds[rank].values() for x in xs)
+        assert len(set(map(str, received))) == len(received)
+        for transfer in received:
+            assert any(set(transfer.positions) <= set(chunk) for chunk in shards.chunks[transfer.source])
+            assert any(plan.pairs for _, plan in schedule.remote(transfer))
+            # The message has room for the head that reads most of the piece, and no more.
+            w, r = pattern.branches[transfer.branch]
+            offsets = [oracle.offset(pattern.offsets, g, key_heads, r) for g in range(key_heads)]
+            assert transfer.rows == max(sum(i % w % r == o for i in transfer.positions) for o in offsets)
+        rows = sum(transfer.rows for transfer in received)
+        assert schedule.bytes(rank, head_dim=8, element_size=4, batch=3) == rows * key_heads * 8 * 2 * 4 * 3
+
+
+def test_traffic_of_a_branch_does_not_grow_with_the_ranks():
+    """w = 2048 * 4**i, r = 4**i, 8192 tokens per rank: what a rank receives of a branch, whatever the number of ranks."""
+    for i in range(2, 8):
+        w, r = 2048 * 4**i, 4**i
+        for world in (w // 8192, 4 * w // 8192, 4096):
+            schedule = make_schedule(Dilated([w], [r]), Shards.of([8192] * world, "contiguous"), 8, is_causal=False)
+            received = {schedule.bytes(rank, head_dim=64, element_size=2) for rank in range(0, world, max(1, world // 7))}
+            # With rates above 8192, only some ranks have rows at all.
+            rows = {(w - 8192) // r} if r <= 8192 else {0, w // r - 1}
+            assert received <= {n * 8 * 64 * 2 * 2 for n in rows}
+            assert received != {0}
+
+
+def test_a_branch_inside_of_the_shards_sends_nothing():
+    schedule = make_schedule(Dilated([16, 32], [1, 2]), Shards.of([64] * 5, "contiguous"), 4, is_causal=True)
+    assert schedule.groups == ()
+    assert all(schedule.bytes(rank, head_dim=64, element_size=2) == 0 for rank in range(5))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_shards_hold_every_position_once(layout):
+    shards = Shards.of([5, 0, 3, 8, 1], layout)
+    assert sorted(i for chunks in shards.chunks for chunk in chunks for i in chunk) == list(range(17))
+    assert [sum(map(len, chunks)) for chunks in shards.chunks] == [5, 0, 3, 8, 1]
+
+
+def test_zigzag_evens_causal_work():
+    def work(layout):
+        schedule = make_schedule(Dilated([4096], [1]), Shards.of([512] * 8, layout), 1, is_causal=True)
+        pairs = []
+        for rank in range(8):
+            own = sum(plan.pairs for _, _, plan in schedule.local(rank))
+            pairs.append(own + sum(p.pairs for t in schedule.receives(rank) for _, p in schedule.remote(t)))
+        return max(pairs) / (sum(pairs) / 8)
+
+    assert work("zigzag") < 1.01
+    assert work("contiguous") > 1.8
+
+
+def test_bad_shards():
+    with pytest.raises(ValueError, match="layout must be one of 'contiguous', 'zigzag', got 'round'"):
+        Shards.of([1, 2], "round")
+    with pytest.raises(ValueError, match="no negative length, got \\[1, -2\\]"):
+        Shards.of([1, -2], "contiguous")
