@@ -51,6 +51,7 @@ class _Piece:
     heads: range  # of the family's key heads, by number
     group: int  # query heads per key head
     members: range  # of each group
+    packed: bool = False  # keys lie in a tensor of their own: of each head the rows that it reads, one after the other
 
     def queries(self, x_bnh: Tensor) -> Tensor:
         """The query rows of a tensor (B, N, H, ...) as a view (U, heads, rows, ...)."""
@@ -64,6 +65,11 @@ class _Piece:
 
     def keys(self, x_bmg: Tensor) -> Tensor:
         """The key rows of a tensor (B, M, G, ...) as a view (U, heads, rows, ...)."""
+        if self.packed:
+            head, count = self._head(0), len(self.heads)
+            heads = slice(head, head + (count - 1) * self._step + 1, self._step)
+            samples = slice(self.units.start, self.units.stop)  # a packed family has one tile
+            return x_bmg[samples, : self.family.k_rows, heads].transpose(1, 2)
         row = self.family.k_start - self.plan.keys.start
         return self._view(x_bmg, row, self.family.k_rows, self._head(0), len(self.heads), self._step)
 
@@ -101,7 +107,9 @@ def _split(whole: range, size: int) -> Iterator[range]:
     return (whole[start : start + size] for start in range(0, len(whole), size))
 
 
-def _pieces(plan: Plan, batch: int, group: int, head_dim: int, limit: int, tensors: tuple[Tensor, ...]) -> Iterator[_Piece]:
+def _pieces(
+    plan: Plan, batch: int, group: int, head_dim: int, limit: int, tensors: tuple[Tensor, ...], packed: bool = False
+) -> Iterator[_Piece]:
     """Cut the families of a plan into kernel calls with partial results of at most ``limit`` elements where possible."""
     for family in plan.families:
         span = family.tiles * family.tile_step
@@ -122,10 +130,11 @@ def _pieces(plan: Plan, batch: int, group: int, head_dim: int, limit: int, tenso
             for call_heads, members in calls:
                 for some_heads in _split(call_heads, min(len(call_heads), budget)):
                     for some_units in _split(units, max(1, budget // (len(some_heads) * len(members)))):
-                        yield _Piece(family, plan, samples, some_units, some_heads, group, members)
+                        yield _Piece(family, plan, samples, some_units, some_heads, group, members, packed)
 
 
-def _limit(query: Tensor) -> int:
+def part_limit(query: Tensor) -> int:
+    """The most elements of a partial result."""
     return max(_SMALL_PART, query.numel() // 8)
 
 
@@ -147,11 +156,29 @@ def _accumulate(
     for span, plan in plans:
         rows, columns = (span.samples, span.queries), (span.samples, span.keys)
         part = (query[rows], key[columns], value[columns], out[rows], lse_bnh[rows])
-        group = query.shape[2] // key.shape[2]
-        for piece in _pieces(plan, part[0].shape[0], group, query.shape[3], _limit(query), part):
-            # A function of its own, so that no partial result outlives its merge.
-            _forward_piece_(piece, *part, scale, kernel)
+        attend_(plan, *part, scale=scale, kernel=kernel, limit=part_limit(query))
     return out, lse_bnh
+
+
+def attend_(
+    plan: Plan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse_bnh: Tensor,
+    *,
+    scale: float,
+    kernel: TileKernel,
+    limit: int,
+    packed: bool = False,
+) -> None:
+    """Merge the tiles of a plan into ``out`` and ``lse``; tensors hold the plan's query and key rows (or packed keys)."""
+    tensors = (query, key, value, out, lse_bnh)
+    group = query.shape[2] // key.shape[2]
+    for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, tensors, packed):
+        # A function of its own, so that no partial result outlives its merge.
+        _forward_piece_(piece, *tensors, scale, kernel)
 
 
 def forward(
@@ -202,7 +229,6 @@ def backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value))
     lse_bnh = lse.transpose(1, 2).contiguous()
     dlse_bnh = None if dlse is None else dlse.transpose(1, 2).contiguous()
-    group = query.shape[2] // key.shape[2]
     # With constant mixing weights, delta comes from the branch's own output, which is computed again.
     alone = [problem.only(branch) for branch in range(len(problem.pattern.branches))]
     for part in alone if detach_mixing else [problem]:
@@ -215,12 +241,42 @@ def backward(
             some_dlse = None if dlse_bnh is None else dlse_bnh[rows]
             qkv = query[rows], key[columns], value[columns]
             grads = dq[rows], dk[columns], dv[columns]
-            tensors = (*by_row, *qkv, *grads, *(() if some_dlse is None else (some_dlse,)))
-            for piece in _pieces(plan, qkv[0].shape[0], group, query.shape[3], _limit(query), tensors):
-                _backward_piece_(piece, *by_row, some_dlse, *qkv, grads, scale, kernel)
+            add_gradients_(plan, by_row, some_dlse, qkv, grads, scale=scale, kernel=kernel, limit=part_limit(query))
     if sign != 1.0:
         dq *= sign
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+
+
+def add_gradients_(
+    plan: Plan,
+    by_row: tuple[Tensor, Tensor, Tensor],
+    dlse_bnh: Tensor | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    grads: tuple[Tensor, Tensor, Tensor],
+    *,
+    scale: float,
+    kernel: TileKernel,
+    limit: int,
+    packed: bool = False,
+) -> None:
+    """Add the gradients of the tiles of a plan to ``grads`` (dq, dk, dv); ``by_row`` is dout, out and lse (B, N, H)."""
+    tensors = (*by_row, *qkv, *grads, *(() if dlse_bnh is None else (dlse_bnh,)))
+    query, key, _ = qkv
+    group = query.shape[2] // key.shape[2]
+    for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, tensors, packed):
+        _backward_piece_(piece, *by_row, dlse_bnh, *qkv, grads, scale, kernel)
+
+
+def packed_views(plan: Plan, x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of the key rows that a plan's families read, in place and packed, family by family: to copy either way.
+
+    The plan is that of the rows with themselves, not causal, of one branch, within one segment.
+    """
+    for family in plan.families:
+        heads, samples = range(len(family.key_heads)), range(x.shape[0])
+        apart = _Piece(family, plan, samples, samples, heads, 1, range(1))
+        together = _Piece(family, plan, samples, samples, heads, 1, range(1), packed=True)
+        yield apart.keys(x), together.keys(packed)
 
 
 def _backward_piece_(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -82,6 +82,12 @@ class Schedule:
     is_causal: bool
     groups: tuple[Group, ...]
     groups_of: tuple[tuple[int, ...], ...] = field(repr=False)  # by rank: numbers of groups
+    branch: int | None = None  # only this one of the pattern's branches, if not None
+
+    def only(self, branch: int) -> Schedule:
+        """The same schedule for one branch alone."""
+        numbers = tuple(tuple(n for n in some if self.groups[n].branch == branch) for some in self.groups_of)
+        return replace(self, groups_of=numbers, branch=branch)
 
     def local(self, rank: int) -> Iterator[tuple[int, int, Plan]]:
         """Tiles of a rank's own queries and keys: chunk of the queries, chunk of the keys, plan."""
@@ -151,9 +157,10 @@ class Schedule:
         return rows * self.key_heads * head_dim * 2 * element_size * batch
 
     def _plan(self, queries: range, keys: range) -> Plan:
-        return compile_plan(
+        plan = compile_plan(
             self.pattern, self.shards.length, self.key_heads, is_causal=self.is_causal, queries=queries, keys=keys
         )
+        return plan if self.branch is None else plan.of_branch(self.branch)
 
 
 def _piece(rank: int, positions: range, segment: int, rate: int, offsets: tuple[int, ...]) -> Piece:
