@@ -23,6 +23,7 @@ def test_public_surface():
         "DilatedAttention",
         "Explanation",
         "MultiheadDilatedAttention",
+        "RingDilatedAttention",
         "attention",
         "attention_weights",
         "dilated_attention",

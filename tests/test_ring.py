@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 
-from dilated_attention_pytorch import Dilated, attention
-from dilated_attention_pytorch.distributed.shards import Shards
+from dilated_attention_pytorch import Dilated, RingDilatedAttention, attention
+from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
 
 CASES = [
     # pattern, lengths of the shards, layout, causal, query heads, key heads; further arguments by the total length
@@ -39,9 +40,23 @@ def rows_of(shards: Shards, rank: int) -> torch.Tensor:
     return torch.tensor([i for chunk in shards.chunks[rank] for i in chunk], dtype=torch.int64)
 
 
-def work(rank: int, world: int, port: int) -> None:
-    from dilated_attention_pytorch.distributed.executor import ring_attention
+def check_shards(group, rank: int, world: int) -> None:
+    """There and back, gradients included; over a mesh as over its group."""
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("cp", "dp"))
+    for layout in ("contiguous", "zigzag"):
+        whole = torch.arange(2 * 11 * 3, dtype=torch.float64).view(2, 11, 3).requires_grad_()
+        part = shard_sequence(whole, mesh, layout=layout)
+        assert part.shape[1] == 11 // world + (rank < 11 % world)
+        again = gather_sequence(part, group, layout=layout)
+        assert torch.equal(again, whole)
+        weights = torch.randn(2, 11, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        (gradient,) = torch.autograd.grad((again * weights).sum() / world, part)
+        assert torch.allclose(gradient, shard_sequence(weights, group, layout=layout))
+    with pytest.raises(ValueError, match="one named 'cp'"):
+        shard_sequence(whole, init_device_mesh("cpu", (world, 1), mesh_dim_names=("a", "b")))
 
+
+def work(rank: int, world: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     group = dist.group.WORLD
@@ -61,7 +76,9 @@ def work(rank: int, world: int, port: int) -> None:
         local = [x[:, mine].clone().requires_grad_() for x in (q, k, v)]
         results = []
         for _ in range(2):
-            part, part_lse = ring_attention(*local, pattern, group=group, is_causal=causal, layout=layout, **options)
+            part, part_lse = attention(
+                *local, pattern, group=group, is_causal=causal, layout=layout, return_lse=True, **options
+            )
             total = (part * dout[:, mine]).sum() + (part_lse.where(met[:, :, mine], 0.0) * dlse[:, :, mine]).sum()
             results.append([part, part_lse, *torch.autograd.grad(total, local)])
         wanted = [out[:, mine], lse[:, :, mine], *(x[:, mine] for x in expected)]
@@ -71,10 +88,19 @@ def work(rank: int, world: int, port: int) -> None:
     # The same mistake is the same error on every rank, and the group works on.
     x = torch.randn(1, 4, 2, 8, requires_grad=True)
     with pytest.raises(ValueError, match="all ranks must call") if world > 1 else pytest.MonkeyPatch.context():
-        ring_attention(x, x, x, Dilated([4 + rank], [1]), group=group)
+        attention(x, x, x, Dilated([4 + rank], [1]), group=group)
     with pytest.raises(ValueError, match="has no torchscale_padding"):
-        ring_attention(x, x, x, Dilated([4], [1], torchscale_padding=True), group=group)
-    ring_attention(x, x, x, Dilated([4], [1]), group=group)
+        attention(x, x, x, Dilated([4], [1], torchscale_padding=True), group=group)
+    for bad, match in (({"dropout_p": 0.1}, "no dropout yet"), ({"backend": "triton"}, "'sdpa' or 'eager'")):
+        with pytest.raises(ValueError, match=match):
+            attention(x, x, x, Dilated([4], [1]), group=group, **bad)
+    attention(x, x, x, Dilated([4], [1]), group=group)
+    module = RingDilatedAttention([16, 64], [1, 2], layout="zigzag")
+    q = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    parts = [shard_sequence(x, group, layout="zigzag") for x in q]
+    whole = gather_sequence(module(*parts, is_causal=True), group, layout="zigzag")
+    torch.testing.assert_close(whole, attention(*q, module.pattern, is_causal=True), rtol=1e-10, atol=1e-10)
+    check_shards(group, rank, world)
     dist.destroy_process_group()
 
 
@@ -84,3 +110,13 @@ def test_the_same_as_on_one_device(world):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     mp.spawn(work, (world, port), nprocs=world)
+
+
+def test_without_a_group():
+    x = torch.randn(1, 4, 2, 8)
+    with pytest.raises(RuntimeError, match="needs a process group: start with torchrun"):
+        RingDilatedAttention([4], [1])(x, x, x)
+    with pytest.raises(ValueError, match="layout='zigzag' without group"):
+        attention(x, x, x, Dilated([4], [1]), layout="zigzag")
+    with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh, got 'all'"):
+        attention(x, x, x, Dilated([4], [1]), group="all")

@@ -2,7 +2,7 @@
 
 from dilated_attention_pytorch.api import attention, attention_weights, dilated_attention
 from dilated_attention_pytorch.explanation import Explanation, explain
-from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention
+from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention
 from dilated_attention_pytorch.patterns import Dilated
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "DilatedAttention",
     "Explanation",
     "MultiheadDilatedAttention",
+    "RingDilatedAttention",
     "attention",
     "attention_weights",
     "dilated_attention",

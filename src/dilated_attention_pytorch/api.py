@@ -2,134 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from dilated_attention_pytorch import backends, ops
 from dilated_attention_pytorch.backends import reference
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.checks import (
+    INDEX_DTYPES,
+    check_call,
+    check_no_forward_derivative,
+    check_options,
+    check_pattern,
+    check_qkv,
+)
 from dilated_attention_pytorch.merge import accumulate_dtype
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.spans import host_cu_seqlens, host_lengths, spans
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_INDEX_DTYPES = (torch.int32, torch.int64)
-
-
-def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise if these are not tensors of attention."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(
-                f"{name} must be (batch, sequence, heads, head size), got {x.dim()} dimensions: {tuple(x.shape)}"
-            )
-    if not query.dtype == key.dtype == value.dtype:
-        raise TypeError(
-            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; use .to()"
-        )
-    if query.dtype not in _DTYPES:
-        raise TypeError(f"the dtype must be one of {', '.join(map(str, _DTYPES))}, got {query.dtype}; convert with .to()")
-    if not query.device == key.device == value.device:
-        raise ValueError(f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}")
-    if key.shape != value.shape:
-        raise ValueError(f"key and value must have the same shape, got {tuple(key.shape)} and {tuple(value.shape)}")
-    (batch, n, heads, head_dim), (key_batch, m, key_heads, key_head_dim) = query.shape, key.shape
-    if batch != key_batch:
-        raise ValueError(f"query and key must have the same batch size, got {batch} and {key_batch}")
-    if head_dim != key_head_dim or head_dim == 0:
-        raise ValueError(f"query and key must have the same head size, at least 1, got {head_dim} and {key_head_dim}")
-    if key_heads == 0 or heads == 0 or heads % key_heads:
-        raise ValueError(
-            f"the query heads must be a multiple of the key heads (grouped-query attention), at least 1: got {heads} query "
-            f"heads and {key_heads} key heads"
-        )
-    if n > m:
-        raise ValueError(
-            f"query rows are the last positions of the sequence, so there can be at most as many as keys: got {n} "
-            f"queries and {m} keys"
-        )
-
-
-def check_pattern(pattern: Dilated) -> None:
-    """Raise if this is no pattern."""
-    if not isinstance(pattern, Dilated):
-        raise TypeError(f"pattern must be a Dilated, got {type(pattern).__name__}; write Dilated([2048, 4096], [1, 2])")
-
-
-def _check_no_forward_derivative(*tensors: Tensor) -> None:
-    """Operators without a forward-mode formula would drop the tangent in silence."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
-        raise NotImplementedError("forward-mode derivatives need backend='reference' (short sequences)")
-
-
-def _check_index_vector(name: str, x: Tensor | None, entries: int | None, device: torch.device) -> None:
-    if x is None:
-        return
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor of integers, got {type(x).__name__}; use torch.tensor({name})")
-    if x.dtype not in _INDEX_DTYPES or x.dim() != 1:
-        hint = "; the lengths of a mask are mask.sum(-1)" if x.dtype == torch.bool else ""
-        raise ValueError(f"{name} must be one-dimensional int32 or int64, got {x.dim()} dimensions of {x.dtype}{hint}")
-    if entries is not None and x.shape[0] != entries:
-        raise ValueError(f"{name} must have one entry per sample: got {x.shape[0]} entries for a batch of {entries}")
-    if x.device != device and x.device.type != "cpu":
-        raise ValueError(f"{name} must be on the device of query ({device}) or on the CPU, got {x.device}")
-
-
-def check_options(scale: float | None, dropout_p: float, mixing_gradient: str) -> None:
-    """Raise if an option that does not depend on tensors is not one ``attention`` takes."""
-    if isinstance(scale, Tensor) or not isinstance(scale, float | int | None):
-        raise TypeError(
-            f"scale must be a number, got {type(scale).__name__}; multiply the query by a learned scale instead"
-        )
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    if not isinstance(dropout_p, float | int):
-        raise TypeError(f"the dropout probability must be a number, got {dropout_p!r}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"the dropout probability p must satisfy 0 <= p < 1, got {dropout_p}")
-    if mixing_gradient not in ("exact", "detached"):
-        raise ValueError(f"mixing_gradient must be 'exact' or 'detached', got {mixing_gradient!r}")
-
-
-def check_call(
-    query: Tensor,
-    key: Tensor,
-    is_causal: bool,
-    seed: int | Tensor | None,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Raise if these arguments do not fit one another."""
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}; other masks are not supported")
-    if isinstance(seed, Tensor):
-        if seed.numel() != 1 or seed.is_floating_point():
-            raise ValueError(f"seed must be one integer, got a tensor of shape {tuple(seed.shape)} and {seed.dtype}")
-    elif seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
-        raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
-    _check_index_vector("lengths", lengths, query.shape[0], query.device)
-    _check_index_vector("cu_seqlens", cu_seqlens, None, query.device)
-    if cu_seqlens is None:
-        return
-    if lengths is not None:
-        raise ValueError("lengths (padded samples) and cu_seqlens (packed documents) exclude one another; pass one")
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"cu_seqlens needs as many queries as keys, got {query.shape[1]} and {key.shape[1]}; decode one document at a "
-            "time instead"
-        )
-    if cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total, got {cu_seqlens.shape[0]}")
+if TYPE_CHECKING:  # a process without a group never imports torch.distributed
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -159,6 +55,8 @@ def attention(
     mixing_gradient: str = ...,
     backend: str = ...,
     return_lse: Literal[False] = ...,
+    group: ProcessGroup | DeviceMesh | None = ...,
+    layout: str = ...,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -176,6 +74,8 @@ def attention(
     mixing_gradient: str = ...,
     backend: str = ...,
     return_lse: bool = ...,
+    group: ProcessGroup | DeviceMesh | None = ...,
+    layout: str = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
@@ -192,6 +92,8 @@ def attention(
     mixing_gradient: str = "exact",
     backend: str = "auto",
     return_lse: bool = False,
+    group: ProcessGroup | DeviceMesh | None = None,
+    layout: str = "contiguous",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the pairs of a pattern: ``out_i = sum_j m(i,j) exp(s_ij - lse_i) v_j``.
 
@@ -215,6 +117,11 @@ def attention(
         backend: ``"auto"`` (the first of the following that can), ``"hopper"``, ``"triton"``, ``"sdpa"``, ``"eager"`` or
             ``"reference"``.
         return_lse: return ``(out, lse)`` with lse (B, H, N), float32 (float64 for float64 inputs), differentiable.
+        group: a process group, or a device mesh of one dimension or with one named ``"cp"``, over whose ranks the sequence
+            is sharded: the tensors are this rank's rows, the result is theirs, ``lengths`` and ``cu_seqlens`` count
+            positions of the whole sequence. Shards may have any lengths. Every rank must call. No dropout so far.
+        layout: how the shards lie in the sequence: ``"contiguous"``, in the order of ranks, or ``"zigzag"``, where each
+            rank has an early and a late half, which evens causal work (see ``distributed.shard_sequence``).
 
     Returns:
         (B, N, H, D), exactly 0 (lse -inf) in rows that meet nobody.
@@ -230,9 +137,19 @@ def attention(
     check_call(query, key, is_causal, seed, lengths, cu_seqlens)
     pattern.check_key_heads(key.shape[2])
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    if group is not None:
+        from dilated_attention_pytorch.distributed.executor import ring_attention  # imports torch.distributed
+
+        out, lse = ring_attention(
+            query, key, value, pattern, group=group, layout=layout, is_causal=is_causal, scale=scale, dropout_p=dropout_p,
+            lengths=lengths, cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+    if layout != "contiguous":
+        raise ValueError(f"layout says how a sequence is sharded over a group: got layout={layout!r} without group")
     chosen = backends.choose(backend, Request.of(query, dropout_p))
     if chosen != "reference":
-        _check_no_forward_derivative(query, key, value)
+        check_no_forward_derivative(query, key, value)
     detach = mixing_gradient == "detached"
     used_seed = _seed(seed, dropout_p, query)
     if chosen == "reference":
@@ -304,6 +221,8 @@ def dilated_attention(
     mixing_gradient: str = "exact",
     backend: str = "auto",
     return_lse: bool = False,
+    group: ProcessGroup | DeviceMesh | None = None,
+    layout: str = "contiguous",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: ``attention`` with the pattern ``Dilated(segment_lengths, dilation_rates, offsets)``.
 
@@ -325,6 +244,8 @@ def dilated_attention(
         mixing_gradient=mixing_gradient,
         backend=backend,
         return_lse=return_lse,
+        group=group,
+        layout=layout,
     )
 
 
@@ -358,7 +279,7 @@ def attention_weights(
     rows = torch.as_tensor(query_rows, device=query.device)
     if rows.numel() == 0:
         rows = rows.to(torch.int64)
-    if rows.dtype not in _INDEX_DTYPES:
+    if rows.dtype not in INDEX_DTYPES:
         raise TypeError(f"query_rows must be integers, got {rows.dtype}; a mask becomes row numbers by mask.nonzero()")
     if rows.dim() != 1 or (rows.numel() and (int(rows.min()) < -n or int(rows.max()) >= n)):
         raise ValueError(f"query_rows must be a list of row numbers from {-n} to {n - 1}, got {query_rows}")

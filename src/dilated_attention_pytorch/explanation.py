@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dilated_attention_pytorch import backends, ops
-from dilated_attention_pytorch.api import check_call, check_pattern, check_qkv
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.checks import check_call, check_pattern, check_qkv
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.problem import Problem
 

@@ -1,4 +1,4 @@
-"""Executing a schedule: rows go round, tiles are merged as they come, gradients go home. Not public yet.
+"""Executing a schedule: rows go round, tiles are merged as they come, gradients go home.
 
 In round ``t`` a rank sends packed rows of its keys and values to the rank ``t`` after it and computes with those of the
 rank ``t`` before it; the next round is already under way. All ranks go through all rounds, so that the messages between any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch import tiles
 from dilated_attention_pytorch.backends import eager, sdpa
@@ -250,28 +251,52 @@ class _RingAttention(torch.autograd.Function):
         return (dq * sign).to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None
 
 
+def resolve_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
+    """The process group over whose ranks a sequence is sharded."""
+    if isinstance(group, DeviceMesh):
+        names = group.mesh_dim_names or ()
+        if group.ndim == 1:
+            return group.get_group()
+        if "cp" in names:
+            return group.get_group("cp")
+        raise ValueError(
+            f"a device mesh must have one dimension or one named 'cp' (context parallel), got {group.ndim} dimensions "
+            f"named {names}; pass mesh['name']"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {group!r} (this rank may not be a member)")
+    return group
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the exchange is not traced
 def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     pattern: Dilated,
     *,
-    group: dist.ProcessGroup,
-    is_causal: bool = False,
-    scale: float | None = None,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    mixing_gradient: str = "exact",
-    layout: str = "contiguous",
+    group: dist.ProcessGroup | DeviceMesh,
+    layout: str,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mixing_gradient: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of this rank's rows of a batch that is sharded along the sequence; every rank must call it.
-
-    ``lengths`` and ``cu_seqlens`` count positions of the whole sequence and are the same on all ranks.
-    """
+    """``(out, lse)`` of this rank's rows: see ``attention``, which has checked the arguments that one rank can check."""
+    group = resolve_group(group)
     if pattern.torchscale_padding:  # every tile of a row would count its zero keys
         raise ValueError("a sharded sequence has no torchscale_padding; use a pattern without it, or one device")
+    if dropout_p > 0.0:
+        raise ValueError(f"a sharded sequence has no dropout yet (dropout_p = {dropout_p}); use dropout_p=0, or one device")
+    if backend not in ("auto", "sdpa", "eager"):
+        raise ValueError(
+            f"the tiles of a sharded sequence go through 'sdpa' or 'eager', got backend={backend!r}; use 'auto'"
+        )
     request = Request.of(query, dropout_p=0.0)
-    kernel = (eager.kernel if sdpa.why_not(request) else sdpa.kernel)(request)
+    kernel = (eager.kernel if backend == "eager" or sdpa.why_not(request) else sdpa.kernel)(request)
     facts = (
         query.shape[0], *query.shape[2:], *key.shape[2:], str(query.dtype), pattern.spec, is_causal, scale,
         None if lengths is None else lengths.tolist(), None if cu_seqlens is None else cu_seqlens.tolist(),
@@ -288,7 +313,6 @@ def ring_attention(
             )
     shards = Shards.of([n for n, _, _ in everyone], layout)
     ring = _ring(shards, pattern, query.shape[0], key.shape[2], is_causal, lengths, cu_seqlens, group)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     detached = mixing_gradient == "detached" and len(pattern.branches) > 1
     call = _Call(ring, len(pattern.branches), scale, detached, kernel)
     out, lse = _RingAttention.apply(query, key, value, call)  # type: ignore[no-untyped-call]

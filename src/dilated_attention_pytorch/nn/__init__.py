@@ -2,5 +2,6 @@
 
 from dilated_attention_pytorch.nn.dilated import DilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
+from dilated_attention_pytorch.nn.ring import RingDilatedAttention
 
-__all__ = ["DilatedAttention", "MultiheadDilatedAttention"]
+__all__ = ["DilatedAttention", "MultiheadDilatedAttention", "RingDilatedAttention"]

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.api import attention, check_options
+from dilated_attention_pytorch.api import attention
 from dilated_attention_pytorch.backends import check_name
+from dilated_attention_pytorch.checks import check_options
 from dilated_attention_pytorch.patterns import Dilated
 
 

@@ -1,0 +1,125 @@
+"""Bad input: every message gives the rule, the values and the way out, before anything is computed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dilated_attention_pytorch.patterns import Dilated
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise if these are not tensors of attention."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, sequence, heads, head size), got {x.dim()} dimensions: {tuple(x.shape)}"
+            )
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; use .to()"
+        )
+    if query.dtype not in _DTYPES:
+        raise TypeError(f"the dtype must be one of {', '.join(map(str, _DTYPES))}, got {query.dtype}; convert with .to()")
+    if not query.device == key.device == value.device:
+        raise ValueError(f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}")
+    if key.shape != value.shape:
+        raise ValueError(f"key and value must have the same shape, got {tuple(key.shape)} and {tuple(value.shape)}")
+    (batch, n, heads, head_dim), (key_batch, m, key_heads, key_head_dim) = query.shape, key.shape
+    if batch != key_batch:
+        raise ValueError(f"query and key must have the same batch size, got {batch} and {key_batch}")
+    if head_dim != key_head_dim or head_dim == 0:
+        raise ValueError(f"query and key must have the same head size, at least 1, got {head_dim} and {key_head_dim}")
+    if key_heads == 0 or heads == 0 or heads % key_heads:
+        raise ValueError(
+            f"the query heads must be a multiple of the key heads (grouped-query attention), at least 1: got {heads} query "
+            f"heads and {key_heads} key heads"
+        )
+    if n > m:
+        raise ValueError(
+            f"query rows are the last positions of the sequence, so there can be at most as many as keys: got {n} "
+            f"queries and {m} keys"
+        )
+
+
+def check_pattern(pattern: Dilated) -> None:
+    """Raise if this is no pattern."""
+    if not isinstance(pattern, Dilated):
+        raise TypeError(f"pattern must be a Dilated, got {type(pattern).__name__}; write Dilated([2048, 4096], [1, 2])")
+
+
+def check_no_forward_derivative(*tensors: Tensor) -> None:
+    """Operators without a forward-mode formula would drop the tangent in silence."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
+        raise NotImplementedError("forward-mode derivatives need backend='reference' (short sequences)")
+
+
+def _check_index_vector(name: str, x: Tensor | None, entries: int | None, device: torch.device) -> None:
+    if x is None:
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of integers, got {type(x).__name__}; use torch.tensor({name})")
+    if x.dtype not in INDEX_DTYPES or x.dim() != 1:
+        hint = "; the lengths of a mask are mask.sum(-1)" if x.dtype == torch.bool else ""
+        raise ValueError(f"{name} must be one-dimensional int32 or int64, got {x.dim()} dimensions of {x.dtype}{hint}")
+    if entries is not None and x.shape[0] != entries:
+        raise ValueError(f"{name} must have one entry per sample: got {x.shape[0]} entries for a batch of {entries}")
+    if x.device != device and x.device.type != "cpu":
+        raise ValueError(f"{name} must be on the device of query ({device}) or on the CPU, got {x.device}")
+
+
+def check_options(scale: float | None, dropout_p: float, mixing_gradient: str) -> None:
+    """Raise if an option that does not depend on tensors is not one ``attention`` takes."""
+    if isinstance(scale, Tensor) or not isinstance(scale, float | int | None):
+        raise TypeError(
+            f"scale must be a number, got {type(scale).__name__}; multiply the query by a learned scale instead"
+        )
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    if not isinstance(dropout_p, float | int):
+        raise TypeError(f"the dropout probability must be a number, got {dropout_p!r}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"the dropout probability p must satisfy 0 <= p < 1, got {dropout_p}")
+    if mixing_gradient not in ("exact", "detached"):
+        raise ValueError(f"mixing_gradient must be 'exact' or 'detached', got {mixing_gradient!r}")
+
+
+def check_call(
+    query: Tensor,
+    key: Tensor,
+    is_causal: bool,
+    seed: int | Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raise if these arguments do not fit one another."""
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}; other masks are not supported")
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.is_floating_point():
+            raise ValueError(f"seed must be one integer, got a tensor of shape {tuple(seed.shape)} and {seed.dtype}")
+    elif seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
+        raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
+    _check_index_vector("lengths", lengths, query.shape[0], query.device)
+    _check_index_vector("cu_seqlens", cu_seqlens, None, query.device)
+    if cu_seqlens is None:
+        return
+    if lengths is not None:
+        raise ValueError("lengths (padded samples) and cu_seqlens (packed documents) exclude one another; pass one")
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"cu_seqlens needs as many queries as keys, got {query.shape[1]} and {key.shape[1]}; decode one document at a "
+            "time instead"
+        )
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total, got {cu_seqlens.shape[0]}")

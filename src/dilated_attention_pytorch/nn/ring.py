@@ -1,0 +1,77 @@
+"""Dilated attention over a sharded sequence as a module without parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.api import attention
+from dilated_attention_pytorch.checks import check_options
+from dilated_attention_pytorch.patterns import Dilated
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class RingDilatedAttention(nn.Module):
+    """``attention`` over a sequence that is sharded over the ranks of a group: each rank passes and gets its own rows.
+
+    Args:
+        segment_lengths, dilation_rates, offsets: the pattern, see ``Dilated``.
+        group: see ``attention``; by default all ranks of the job.
+        layout: ``"contiguous"`` or ``"zigzag"``, see ``attention``.
+        softmax_scale, mixing_gradient: ``scale`` and ``mixing_gradient`` of ``attention``.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        group: ProcessGroup | DeviceMesh | None = None,
+        layout: str = "contiguous",
+        offsets: str | Sequence[int] = "interleaved",
+        softmax_scale: float | None = None,
+        mixing_gradient: str = "exact",
+    ) -> None:
+        super().__init__()
+        self.pattern = Dilated(segment_lengths, dilation_rates, offsets)
+        check_options(softmax_scale, 0.0, mixing_gradient)
+        self.group = group
+        self.layout = layout
+        self.softmax_scale = softmax_scale
+        self.mixing_gradient = mixing_gradient
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Attend this rank's (B, n, H, D) over all ranks' (B, n, G, D) and return (B, n, H, D)."""
+        import torch.distributed as dist
+
+        group = dist.group.WORLD if self.group is None else self.group
+        if group is None:
+            raise RuntimeError(
+                "RingDilatedAttention needs a process group: start with torchrun and call "
+                "torch.distributed.init_process_group(), or use DilatedAttention on one device"
+            )
+        return attention(
+            query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale, lengths=lengths,
+            cu_seqlens=cu_seqlens, mixing_gradient=self.mixing_gradient, group=group, layout=self.layout,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """The pattern, for ``print(module)``."""
+        return (
+            f"segment_lengths={self.pattern.segment_lengths}, dilation_rates={self.pattern.dilation_rates}, "
+            f"offsets={self.pattern.offsets!r}, layout={self.layout!r}"
+        )
