@@ -105,7 +105,7 @@ class _Round:
 
 
 def _rounds(ring: _Ring, key: Tensor, value: Tensor) -> Iterator[_Round]:
-    """The rounds in order, each complete, the next one under way."""
+    """The rounds in order, each complete, the next one under way; the first is under way when this returns."""
     by_number: dict[int, tuple[list[_Message], list[_Message]]] = defaultdict(lambda: ([], []))
     for sequence in ring.sequences:
         for number, sends, receives in sequence.schedule.rounds(sequence.rank):
@@ -124,14 +124,15 @@ def _rounds(ring: _Ring, key: Tensor, value: Tensor) -> Iterator[_Round]:
         targets, sources = [(m.rows, m.transfer.target) for m in sent], [(m.rows, m.transfer.source) for m in received]
         return _Round(ring.post(targets, sources), sent, received)
 
-    current: _Round | None = None
-    for number in range(1, dist.get_world_size(ring.group)):
-        following = start(number)
-        if current is not None:
+    def rest(current: _Round) -> Iterator[_Round]:
+        for number in range(2, world):
+            following = start(number)
             yield _finished(current)
-        current = following
-    if current is not None:
+            current = following
         yield _finished(current)
+
+    world = dist.get_world_size(ring.group)
+    return rest(start(1)) if world > 1 else iter(())
 
 
 def _finished(current: _Round) -> _Round:
