@@ -80,7 +80,7 @@ def test_partial_results_cut_into_many_calls(backend, monkeypatch):
     from dilated_attention_pytorch import tiles
     from dilated_attention_pytorch.backends import eager
 
-    monkeypatch.setattr(tiles, "_limit", lambda query: 40)
+    monkeypatch.setattr(tiles, "part_limit", lambda query: 40)
     monkeypatch.setattr(eager, "_MAX_SCORES", 30)
     pattern = Dilated([8, 16, 48], [1, 2, 4])
     for causal in (False, True):
