@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,3 +124,15 @@ def test_without_a_group():
         attention(x, x, x, Dilated([4], [1]), layout="zigzag")
     with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh, got 'all'"):
         attention(x, x, x, Dilated([4], [1]), group="all")
+
+
+def test_example():
+    pytest.importorskip("typer")  # the text comes from the command line's package
+    script = Path(__file__).parents[1] / "examples" / "ring.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--tokens", "600"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1: 300 tokens, received" in done.stdout
+    differences = re.findall(r"(?:out|dq|dk|dv) (\S+?)(?:,|$)", done.stdout.strip().splitlines()[-1])
+    assert len(differences) == 4
+    assert all(float(x) < 1e-5 for x in differences)
