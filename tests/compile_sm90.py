@@ -22,8 +22,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 import sass
-from dilated_attention_pytorch.backends.hopper import backward as hopper_backward
 from dilated_attention_pytorch.backends.hopper import configs as hopper_configs
+from dilated_attention_pytorch.backends.hopper import dkv as hopper_dkv
+from dilated_attention_pytorch.backends.hopper import dq as hopper_dq
 from dilated_attention_pytorch.backends.hopper import forward as hopper_forward
 from dilated_attention_pytorch.backends.hopper import run as hopper_run
 from dilated_attention_pytorch.backends.triton import backward, forward
@@ -32,8 +33,8 @@ from dilated_attention_pytorch.backends.triton.configs import padded
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkv": backward.dkv_kernel}
 HOPPER = {
     "forward": hopper_forward.forward_kernel,
-    "dq": hopper_backward.dq_kernel,
-    "dkv": hopper_backward.dkv_kernel,
+    "dq": hopper_dq.dq_kernel,
+    "dkv": hopper_dkv.dkv_kernel,
 }
 HALF = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
 FLOAT = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import subprocess
@@ -91,7 +92,7 @@ def work(rank: int, world: int, port: int) -> None:
             assert torch.equal(a, again), f"case {number} {name}: other bits"
     # The same mistake is the same error on every rank, and the group works on.
     x = torch.randn(1, 4, 2, 8, requires_grad=True)
-    with pytest.raises(ValueError, match="all ranks must call") if world > 1 else pytest.MonkeyPatch.context():
+    with pytest.raises(ValueError, match="all ranks must call") if world > 1 else contextlib.nullcontext():
         attention(x, x, x, Dilated([4 + rank], [1]), group=group)
     with pytest.raises(ValueError, match="has no torchscale_padding"):
         attention(x, x, x, Dilated([4], [1], torchscale_padding=True), group=group)

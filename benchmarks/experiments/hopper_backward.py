@@ -1,7 +1,7 @@
 """The next backward kernels for Hopper: one wait and one release per block.
 
 **An experiment, not part of the library**: it compiles for sm_90 and has not been run yet. `benchmarks/tune_hopper.py
---experiment` compares it with the portable kernels and times it. Against `backends/hopper/backward.py`: rows that are used
+--experiment` compares it with the portable kernels and times it. Against `backends/hopper/dq.py` and `dkv.py`: rows that are used
 together share a barrier. Predicted: 100 of about 900 cycles per block of 64 at D = 64.
 """
 

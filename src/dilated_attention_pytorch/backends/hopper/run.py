@@ -11,8 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.hopper.backward import dkv_kernel, dq_kernel
 from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, Config, configs
+from dilated_attention_pytorch.backends.hopper.dkv import dkv_kernel
+from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run

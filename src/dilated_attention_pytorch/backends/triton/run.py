@@ -116,36 +116,6 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, **optio
     return out, lse
 
 
-def backward(
-    problem: Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    detach_mixing: bool = False,
-    forward: Callable[..., tuple[Tensor, Tensor]] = forward,
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` from the merged ``out`` and ``lse``, by the kernels of ``forward`` and ``gradients``."""
-    gradients = gradients or portable_gradients
-    if not detach_mixing or len(problem.pattern.branches) == 1:
-        return gradients(problem, dout, query, key, value, lse, row_delta(dout, out, dlse), **options)
-    # With constant mixing weights, delta comes from the branch's own output, which is computed again.
-    sums: list[Tensor] = []
-    for branch in range(len(problem.pattern.branches)):
-        alone = problem.only(branch)
-        delta = row_delta(dout, forward(alone, query, key, value, **options)[0], dlse)
-        grads = gradients(alone, dout, query, key, value, lse, delta, **options)
-        sums = [x + y.float() for x, y in zip(sums, grads, strict=True)] if sums else [y.float() for y in grads]
-    dq, dk, dv = (x.to(query.dtype) for x in sums)
-    return dq, dk, dv
-
-
 def _launch_backward(
     kernel: Any,
     problem: Problem,
@@ -221,6 +191,35 @@ def portable_gradients(
 
     # One after the other, so that the parts of dq are gone before those of dk and dv exist.
     dq, (dk, dv) = by_query(), by_key()
+    return dq, dk, dv
+
+
+def backward(
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    detach_mixing: bool = False,
+    forward: Callable[..., tuple[Tensor, Tensor]] = forward,
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = portable_gradients,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` from the merged ``out`` and ``lse``, by the kernels of ``forward`` and ``gradients``."""
+    if not detach_mixing or len(problem.pattern.branches) == 1:
+        return gradients(problem, dout, query, key, value, lse, row_delta(dout, out, dlse), **options)
+    # With constant mixing weights, delta comes from the branch's own output, which is computed again.
+    sums: list[Tensor] = []
+    for branch in range(len(problem.pattern.branches)):
+        alone = problem.only(branch)
+        delta = row_delta(dout, forward(alone, query, key, value, **options)[0], dlse)
+        grads = gradients(alone, dout, query, key, value, lse, delta, **options)
+        sums = [x + y.float() for x, y in zip(sums, grads, strict=True)] if sums else [y.float() for y in grads]
+    dq, dk, dv = (x.to(query.dtype) for x in sums)
     return dq, dk, dv
 
 

@@ -125,12 +125,12 @@ def _group_layout(rows: range, w: int, r: int) -> tuple[int, int, int, int, int,
 def _covers(problem: Problem, length: int, dense: TileFamily, sparse: TileFamily) -> bool:
     """Whether one branch has every row that a sparser one has, for every head."""
 
-    def residue(family: TileFamily) -> tuple[int, int] | None:
-        """The rows are those whose position has this rest by this rate: true if segments begin at multiples of it."""
+    def regular(family: TileFamily) -> bool:
+        """The rows of a head have the same rest in every segment: segments begin at multiples of the rate."""
         w, r = problem.pattern.branches[family.branch]
-        return (r, family.branch) if w % r == 0 or w >= length else None
+        return w % r == 0 or w >= length
 
-    if residue(dense) is None or residue(sparse) is None or sparse.row_stride % dense.row_stride:
+    if not regular(dense) or not regular(sparse) or sparse.row_stride % dense.row_stride:
         return False
     offsets = [
         [problem.pattern.offset(g, problem.key_heads, family.row_stride) for g in range(problem.key_heads)]
