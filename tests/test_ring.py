@@ -121,6 +121,8 @@ def test_without_a_group():
     x = torch.randn(1, 4, 2, 8)
     with pytest.raises(RuntimeError, match="needs a process group: start with torchrun"):
         RingDilatedAttention([4], [1])(x, x, x)
+    with pytest.raises(ValueError, match="layout must be one of 'contiguous', 'zigzag', got 'spiral'"):
+        RingDilatedAttention([4], [1], layout="spiral")
     with pytest.raises(ValueError, match="layout='zigzag' without group"):
         attention(x, x, x, Dilated([4], [1]), layout="zigzag")
     with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh, got 'all'"):

@@ -9,6 +9,12 @@ from itertools import accumulate
 LAYOUTS = ("contiguous", "zigzag")
 
 
+def check_layout(layout: str) -> None:
+    """Raise if there is no layout of this name."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class Shards:
     """For every rank the ranges of positions (chunks) that it holds, in the order of its rows; they may be empty.
@@ -28,8 +34,7 @@ class Shards:
     @staticmethod
     def of(lengths: Sequence[int], layout: str) -> Shards:
         """Shards of these lengths, one per rank."""
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+        check_layout(layout)
         if not lengths or min(lengths) < 0:
             raise ValueError(f"shards need at least one rank and no negative length, got {list(lengths)}")
         if layout == "contiguous":

@@ -37,7 +37,10 @@ class RingDilatedAttention(nn.Module):
         softmax_scale: float | None = None,
         mixing_gradient: str = "exact",
     ) -> None:
+        from dilated_attention_pytorch.distributed.shards import check_layout  # imports torch.distributed
+
         super().__init__()
+        check_layout(layout)
         self.pattern = Dilated(segment_lengths, dilation_rates, offsets)
         check_options(softmax_scale, 0.0, mixing_gradient)
         self.group = group
