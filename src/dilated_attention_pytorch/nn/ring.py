@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -71,6 +72,14 @@ class RingDilatedAttention(nn.Module):
             query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale, lengths=lengths,
             cu_seqlens=cu_seqlens, mixing_gradient=self.mixing_gradient, group=group, layout=self.layout,
         )  # fmt: skip
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingDilatedAttention:
+        """A copy over the same ranks: a process group cannot be copied."""
+        memo[id(self.group)] = self.group
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
 
     def extra_repr(self) -> str:
         """The pattern, for ``print(module)``."""
