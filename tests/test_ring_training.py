@@ -289,6 +289,14 @@ def check_autocast(exact: list[Tensor]) -> None:
         assert error < 1.5 * error_of_one  # measured: 1.06
 
 
+def check_second_derivatives() -> None:
+    """Refused: autograd does not see what other ranks do."""
+    x = torch.randn(1, 3, requires_grad=True)
+    (dx,) = torch.autograd.grad(gather_sequence(x, dist.group.WORLD).pow(3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dx.sum().backward()
+
+
 def check_model() -> None:
     model, one = make(dist.group.WORLD), make()
     expected = out_and_gradients(one, one)
@@ -297,6 +305,7 @@ def check_model() -> None:
     check_checkpoint(model, expected)
     check_copies(model, expected)
     check_autocast(expected)
+    check_second_derivatives()
 
 
 def test_compile_checkpoint_copies_and_autocast():

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.distributed.executor import resolve_group
@@ -52,6 +53,7 @@ class _Gather(torch.autograd.Function):
         return whole.movedim(0, dim)
 
     @staticmethod
+    @once_differentiable  # autograd does not see the sum over ranks
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # What every rank's loss says about this rank's rows.
         total = gradient.contiguous().clone()
