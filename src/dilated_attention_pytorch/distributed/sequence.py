@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilated_attention_pytorch.distributed.executor import resolve_group
 from dilated_attention_pytorch.distributed.shards import Shards
+from dilated_attention_pytorch.distributed.transport import resolve_group
 
 
 def _rows(shards: Shards, device: torch.device) -> list[Tensor]:
