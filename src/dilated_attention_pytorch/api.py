@@ -15,6 +15,7 @@ from dilated_attention_pytorch.checks import (
     INDEX_DTYPES,
     check_call,
     check_no_forward_derivative,
+    check_no_sharding,
     check_options,
     check_pattern,
     check_qkv,
@@ -155,14 +156,7 @@ def attention(
         query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
         cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient,
     )  # fmt: skip
-    for name, passed, default in (
-        ("layout", layout, "contiguous"),
-        ("bucket_size", bucket_size, None),
-        ("transport", transport, "auto"),
-        ("comm_dtype", comm_dtype, None),
-    ):
-        if passed != default:
-            raise ValueError(f"{name} says how a sequence is sharded over a group: got {name}={passed!r} without group")
+    check_no_sharding(layout=layout, bucket_size=bucket_size, transport=transport, comm_dtype=comm_dtype)
     chosen = backends.choose(backend, Request.of(query, dropout_p))
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)

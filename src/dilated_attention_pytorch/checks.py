@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,6 +124,14 @@ def check_call(
         )
     if cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total, got {cu_seqlens.shape[0]}")
+
+
+def check_no_sharding(*, layout: Any, bucket_size: Any, transport: Any, comm_dtype: Any) -> None:
+    """Raise if an argument that says how rows travel was passed without a group."""
+    passed = {"layout": (layout, "contiguous"), "bucket_size": (bucket_size, None), "transport": (transport, "auto")}
+    for name, (given, default) in {**passed, "comm_dtype": (comm_dtype, None)}.items():
+        if given != default:
+            raise ValueError(f"{name} says how a sequence is sharded over a group: got {name}={given!r} without group")
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

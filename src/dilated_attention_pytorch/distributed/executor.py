@@ -45,16 +45,48 @@ class Job:
         return {"scale": self.scale, "kernel": self.kernel, "dropout": dropout, "limit": tiles.part_limit(query)}
 
 
+def _shapes(route: Route, message: Message, row_shape: torch.Size) -> Iterator[tuple[int, ...]]:
+    for number, transfer in message.parts:
+        yield 2, route.places[number].batch, transfer.rows, *row_shape
+
+
+def parts(route: Route, message: Message, flat: Tensor, row_shape: torch.Size) -> Iterator[tuple[Place, Transfer, Tensor]]:
+    """The parts of a message, each with a view (2, B, rows, G, D) of it: first the keys, then the values."""
+    first = 0
+    for (number, transfer), shape in zip(message.parts, _shapes(route, message, row_shape), strict=True):
+        last = first + math.prod(shape)
+        yield route.places[number], transfer, flat[first:last].view(shape)
+        first = last
+
+
+def pack_(route: Route, message: Message, flat: Tensor, key: Tensor, value: Tensor) -> None:
+    """Copy the rows of a message from the keys and values of the rank that sends it."""
+    for place, transfer, packed in parts(route, message, flat, key.shape[2:]):
+        rows, plan = place.rows(message.source, transfer.positions), place.packing(transfer)
+        for x, some in zip((key, value), packed, strict=True):
+            for apart, together in tiles.packed_views(plan, x[rows], some):
+                together.copy_(apart)
+
+
+def _add_(route: Route, message: Message, flat: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Add the gradients that have come home for a message of this rank."""
+    for place, transfer, packed in parts(route, message, flat, dk.shape[2:]):
+        rows, plan = place.rows(message.source, transfer.positions), place.packing(transfer)
+        for grad, some in zip((dk, dv), packed, strict=True):
+            for apart, together in tiles.packed_views(plan, grad[rows], some):
+                apart.add_(together)
+
+
 class Buffers:
     """Room for messages of one direction, used in turn: message ``tick`` has the place of message ``tick - count``."""
 
     def __init__(self, messages: list[Message], count: int, route: Route, like: Tensor, dtype: torch.dtype) -> None:
-        self._route, self._count, self._like = route, count, like
-        sizes: dict[int, int] = {}
-        for message in messages:
-            slot = message.tick % count
-            sizes[slot] = max(sizes.get(slot, 0), sum(map(math.prod, self._shapes(message))))
-        self._flat = {slot: torch.empty(size, dtype=dtype, device=like.device) for slot, size in sizes.items()}
+        self._count = count
+        self._sizes = {m.tick: sum(map(math.prod, _shapes(route, m, like.shape[2:]))) for m in messages}
+        most: dict[int, int] = {}
+        for tick, size in self._sizes.items():
+            most[tick % count] = max(most.get(tick % count, 0), size)
+        self._flat = {slot: torch.empty(size, dtype=dtype, device=like.device) for slot, size in most.items()}
 
     @property
     def bytes(self) -> int:
@@ -63,35 +95,14 @@ class Buffers:
 
     def flat(self, message: Message) -> Tensor:
         """The message as it travels."""
-        return self._flat[message.tick % self._count][: sum(map(math.prod, self._shapes(message)))]
-
-    def parts(self, message: Message) -> Iterator[tuple[Place, Transfer, Tensor]]:
-        """The parts of a message, each with a view (2, B, rows, G, D): first the keys, then the values."""
-        flat, first = self.flat(message), 0
-        for (number, transfer), shape in zip(message.parts, self._shapes(message), strict=True):
-            last = first + math.prod(shape)
-            yield self._route.places[number], transfer, flat[first:last].view(shape)
-            first = last
-
-    def _shapes(self, message: Message) -> Iterator[tuple[int, ...]]:
-        for number, transfer in message.parts:
-            yield 2, self._route.places[number].batch, transfer.rows, *self._like.shape[2:]
-
-
-def pack_(message: Message, buffers: Buffers, key: Tensor, value: Tensor) -> None:
-    """Copy the rows of a message from the keys and values of the rank that sends it."""
-    for place, transfer, packed in buffers.parts(message):
-        rows, plan = place.rows(message.source, transfer.positions), place.packing(transfer)
-        for x, some in zip((key, value), packed, strict=True):
-            for apart, together in tiles.packed_views(plan, x[rows], some):
-                together.copy_(apart)
+        return self._flat[message.tick % self._count][: self._sizes[message.tick]]
 
 
 class Exchange:
     """The messages of a route: keys and values come, gradients go back, a bounded number at a time."""
 
     def __init__(self, job: Job, route: Route, key: Tensor, value: Tensor, *, gradients: bool) -> None:
-        self._transport, self._ticks = job.transport, route.ticks
+        self._transport, self._route, self._ticks = job.transport, route, route.ticks
         self._ahead = len(route.ticks) if job.ahead is None else job.ahead
         sent = [message for message, _ in route.ticks if message is not None]
         received = [message for _, message in route.ticks if message is not None]
@@ -120,8 +131,9 @@ class Exchange:
             sent, received = self._ticks[self._posted]
             sends, receives = [], []
             if sent is not None:
-                pack = partial(pack_, sent, self.outgoing, self._key, self._value)
-                sends.append(Parcel(sent, "keys and values", sent.target, self.outgoing.flat(sent), pack))
+                flat = self.outgoing.flat(sent)
+                pack = partial(pack_, self._route, sent, flat, self._key, self._value)
+                sends.append(Parcel(sent, "keys and values", sent.target, flat, pack))
             if received is not None:
                 receives.append(Parcel(received, "keys and values", received.source, self.incoming.flat(received)))
             self._under_way.append(self._transport.start(sends, receives, self._inputs))
@@ -159,15 +171,7 @@ class Exchange:
             wait()
             sent, _ = self._ticks[tick]
             if sent is not None:
-                self._add_(sent, dk, dv)
-
-    def _add_(self, message: Message, dk: Tensor, dv: Tensor) -> None:
-        """Add the gradients that have come home for a message of this rank."""
-        for place, transfer, packed in self.coming_home.parts(message):
-            rows, plan = place.rows(message.source, transfer.positions), place.packing(transfer)
-            for grad, some in zip((dk, dv), packed, strict=True):
-                for apart, together in tiles.packed_views(plan, grad[rows], some):
-                    apart.add_(together)
+                _add_(self._route, sent, self.coming_home.flat(sent), dk, dv)
 
 
 def forward(job: Job, route: Route, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Exchange]:
@@ -183,7 +187,9 @@ def forward(job: Job, route: Route, query: Tensor, key: Tensor, value: Tensor) -
                 plan, query[rows], key[columns], value[columns], out[rows], lse_bnh[rows], **job.options(place, query)
             )
     for _, message in exchange.received():
-        for place, transfer, (k, v) in () if message is None else exchange.incoming.parts(message):
+        if message is None:
+            continue
+        for place, transfer, (k, v) in parts(route, message, exchange.incoming.flat(message), key.shape[2:]):
             for a, plan in place.schedule.remote(transfer):
                 rows = place.chunk(route.rank, a)
                 tiles.attend_(plan, query[rows], k, v, out[rows], lse_bnh[rows], **job.options(place, query), packed=True)
@@ -213,8 +219,11 @@ def add_gradients_(
             tiles.add_gradients_(plan, *at(rows), some, (dq[rows], dk[columns], dv[columns]), **job.options(place, query))
     for tick, message in exchange.received():
         if message is not None:
+            both = [
+                parts(route, message, buffers.flat(message), key.shape[2:])
+                for buffers in (exchange.incoming, exchange.going_home)
+            ]
             exchange.going_home.flat(message).zero_()
-            both = exchange.incoming.parts(message), exchange.going_home.parts(message)
             for (place, transfer, (k, v)), (_, _, gradients) in zip(*both, strict=True):
                 for a, plan in place.schedule.remote(transfer):
                     rows = place.chunk(route.rank, a)

@@ -46,7 +46,7 @@ def heads_of(rank: int, key_heads: int, world: int) -> range:
 
 def received_bytes(shards: Shards, batch: int, heads: int, key_heads: int, head_dim: int, element_size: int) -> int:
     """What a rank with the longest shard and the most heads receives in a forward: q, k and v, later rows of the output."""
-    rows, mine = max(sum(map(len, chunks)) for chunks in shards.chunks), -(-key_heads // shards.world_size)
+    rows, mine = max(map(shards.rows, range(shards.world_size))), -(-key_heads // shards.world_size)
     there = (shards.length - rows) * mine * (heads // key_heads + 2)
     back = rows * (key_heads - mine) * (heads // key_heads)
     return batch * (there + back) * head_dim * element_size
@@ -79,7 +79,7 @@ def _swap(wire: Wire, shards: Shards, key_heads: int, to_heads: bool, tensors: t
     results = tuple(
         x.new_empty((x.shape[0], shards.length, heads[a][rank].stop - heads[a][rank].start, *x.shape[3:]))
         if to_heads
-        else x.new_empty((x.shape[0], sum(map(len, shards.chunks[rank])), key_heads * groups[a], *x.shape[3:]))
+        else x.new_empty((x.shape[0], shards.rows(rank), key_heads * groups[a], *x.shape[3:]))
         for a, x in enumerate(tensors)
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def _swap(wire: Wire, shards: Shards, key_heads: int, to_heads: bool, tensors: t
             if p == rank:
                 arrivals.append((a, p, part))
                 continue
-            length = sum(map(len, shards.chunks[p if to_heads else rank]))
+            length = shards.rows(p if to_heads else rank)
             count = heads[a][rank if to_heads else p]
             arrival = x.new_empty((x.shape[0], length, count.stop - count.start, *x.shape[3:]))
             arrivals.append((a, p, arrival))

@@ -54,7 +54,7 @@ def _check(
     if isinstance(layout, Shards):
         if layout.world_size != world:
             raise ValueError(f"layout has shards for {layout.world_size} ranks, the group has {world}")
-        own = sum(map(len, layout.chunks[rank]))
+        own = layout.rows(rank)
         if n != own:
             whole = "; these look like whole sequences, not shards: use shard_sequence" if n == layout.length else ""
             raise ValueError(f"layout gives rank {rank} a shard of {own} rows, its tensors have {n}{whole}")
@@ -83,6 +83,21 @@ def _check_sharded(rows: list[int], lengths: tuple[int, ...] | None, cu_seqlens:
             )
 
 
+def _shards(group: dist.ProcessGroup, facts: Facts, rows: int, drawn: int | None) -> tuple[Shards, int | None]:
+    """The shards of all ranks and their common seed, after they have compared everything else."""
+    known = facts.layout if isinstance(facts.layout, Shards) else None
+    seed = facts.seed if drawn is None else drawn
+    if dist.get_world_size(group) == 1:
+        return known or Shards.of([rows], facts.layout), seed
+    if known is not None and drawn is None:
+        agree_once(group, facts, rows)
+        return known, seed
+    every, first = agree(group, facts, rows, drawn or 0)
+    if known is None:
+        _check_sharded(every, facts.lengths, facts.cu_seqlens)
+    return known or Shards.of(every, facts.layout), seed if drawn is None else first
+
+
 @lru_cache(maxsize=64)
 def _auto(
     pattern: Dilated, shards: Shards, batch: int, heads: int, head_dim: int, element_size: int,
@@ -98,7 +113,7 @@ def _auto(
         sum(p.schedule.bytes(rank, head_dim=head_dim, element_size=element_size, batch=p.batch) for p in route.places)
         for rank in range(shards.world_size)
     ]
-    longest = max(sum(map(len, chunks)) for chunks in shards.chunks)
+    longest = max(map(shards.rows, range(shards.world_size)))
     size = batch * head_dim * element_size
     return choose_transport(
         Costs(
@@ -153,29 +168,35 @@ def ring_attention(
         raise
     query, key, value = map(rows_contiguous, (query, key, value))
     (batch, n, heads, head_dim), key_heads = query.shape, key.shape[2]
-    drawn = 0
-    if dropout_p > 0.0 and seed is None:
+    given = None if seed is None or dropout_p == 0.0 else int(seed)
+    drawn = None
+    if dropout_p > 0.0 and given is None:
         drawn = int(torch.randint(0, 2**62, (), dtype=torch.int64, device=query.device))
     facts = Facts(
-        dilated_attention_pytorch.__version__, query.device.type, str(query.dtype), batch, heads, key_heads, head_dim,
-        torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)), pattern.spec, is_causal, used_scale,
-        float(dropout_p), int(seed) if seed is not None and dropout_p > 0.0 else None,
-        None if lengths is None else tuple(lengths.tolist()), None if cu_seqlens is None else tuple(cu_seqlens.tolist()),
-        mixing_gradient, backend, return_lse, layout, bucket_size, transport, str(comm_dtype),
-    )  # fmt: skip
-    if isinstance(layout, Shards):
-        shards = layout
-        if world > 1:
-            if dropout_p > 0.0 and seed is None:
-                _, drawn = agree(group, facts, n, drawn)  # the seed is new every time
-            else:
-                agree_once(group, facts, n)
-    else:
-        rows = [n]
-        if world > 1:
-            rows, drawn = agree(group, facts, n, drawn)
-            _check_sharded(rows, facts.lengths, facts.cu_seqlens)
-        shards = Shards.of(rows, layout)
+        version=dilated_attention_pytorch.__version__,
+        device=query.device.type,
+        dtype=str(query.dtype),
+        batch=batch,
+        heads=heads,
+        key_heads=key_heads,
+        head_dim=head_dim,
+        requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)),
+        pattern=pattern.spec,
+        is_causal=is_causal,
+        scale=used_scale,
+        dropout_p=float(dropout_p),
+        seed=given,
+        lengths=None if lengths is None else tuple(lengths.tolist()),
+        cu_seqlens=None if cu_seqlens is None else tuple(cu_seqlens.tolist()),
+        mixing_gradient=mixing_gradient,
+        backend=backend,
+        return_lse=return_lse,
+        layout=layout,
+        bucket_size=bucket_size,
+        transport=transport,
+        comm_dtype=str(comm_dtype),
+    )
+    shards, used_seed = _shards(group, facts, n, drawn)
     # From here on every rank decides the same.
     call: dict[str, Any] = {
         "is_causal": is_causal,
@@ -206,7 +227,7 @@ def ring_attention(
         scale=used_scale,
         kernel=kernel,
         comm_dtype=accumulate_dtype(query.dtype) if comm_dtype is None else comm_dtype,
-        dropout=Dropout(dropout_p, drawn if facts.seed is None else facts.seed) if dropout_p > 0.0 else None,
+        dropout=Dropout(dropout_p, used_seed) if dropout_p > 0.0 else None,
     )
     out, lse = RingAttention.apply(query, key, value, job)  # type: ignore[no-untyped-call]
     return out, lse

@@ -202,4 +202,4 @@ def default_bucket_size(shards: Shards) -> int:
     >>> default_bucket_size(Shards.of([32768] * 8, "contiguous"))
     2048
     """
-    return max(512, -(-max(sum(map(len, chunks)) for chunks in shards.chunks) // 16))
+    return max(512, -(-max(map(shards.rows, range(shards.world_size))) // 16))

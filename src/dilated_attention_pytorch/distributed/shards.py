@@ -45,6 +45,15 @@ class Shards:
         halves = [range(end - n, end) for n, end in zip(sizes, ends, strict=True)]
         return Shards(tuple((halves[p], halves[-1 - p]) for p in range(len(lengths))))
 
+    @staticmethod
+    def even(length: int, world_size: int, layout: str) -> Shards:
+        """A sequence of this length in shards that differ by at most one row, the longer ones first."""
+        return Shards.of([length // world_size + (p < length % world_size) for p in range(world_size)], layout)
+
+    def rows(self, rank: int) -> int:
+        """How many rows a rank holds."""
+        return sum(map(len, self.chunks[rank]))
+
     @property
     def world_size(self) -> int:
         """The number of ranks."""
@@ -53,7 +62,7 @@ class Shards:
     @property
     def length(self) -> int:
         """Positions of the whole sequence."""
-        return sum(len(chunk) for chunks in self.chunks for chunk in chunks)
+        return sum(map(self.rows, range(self.world_size)))
 
     def within(self, rows: range) -> Shards:
         """The parts inside a range of rows, counted from its start: a document of a packed batch.
