@@ -26,6 +26,11 @@ from dilated_attention_pytorch.merge import accumulate_dtype
 from dilated_attention_pytorch.tiles import TileKernel
 
 
+def _part_limit(query: Tensor) -> int:
+    """The most elements of a partial result: half of what one device takes, because here are message buffers as well."""
+    return max(2**18, query.numel() // 16)
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A rank's part of a call: the same forward and backward."""
@@ -42,7 +47,7 @@ class Job:
     def options(self, place: Place, query: Tensor) -> dict[str, Any]:
         """How the tiles of a sequence are computed."""
         dropout = self.dropout and self.dropout.at(place.samples.start, place.first_row)
-        return {"scale": self.scale, "kernel": self.kernel, "dropout": dropout, "limit": tiles.part_limit(query)}
+        return {"scale": self.scale, "kernel": self.kernel, "dropout": dropout, "limit": _part_limit(query)}
 
 
 def _shapes(route: Route, message: Message, row_shape: torch.Size) -> Iterator[tuple[int, ...]]:

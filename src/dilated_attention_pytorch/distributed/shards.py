@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -30,6 +30,10 @@ class Shards:
     """
 
     chunks: tuple[tuple[range, ...], ...]
+    length: int = field(init=False, repr=False, compare=False)  # positions of the whole sequence
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", sum(map(self.rows, range(self.world_size))))
 
     @staticmethod
     def of(lengths: Sequence[int], layout: str) -> Shards:
@@ -58,11 +62,6 @@ class Shards:
     def world_size(self) -> int:
         """The number of ranks."""
         return len(self.chunks)
-
-    @property
-    def length(self) -> int:
-        """Positions of the whole sequence."""
-        return sum(map(self.rows, range(self.world_size)))
 
     def within(self, rows: range) -> Shards:
         """The parts inside a range of rows, counted from its start: a document of a packed batch.
