@@ -90,7 +90,7 @@ class Wire:
                 f"the group has no backend for {device.type} tensors ({dist.get_backend_config(group)}); use "
                 "init_process_group('cpu:gloo,cuda:nccl')"
             )
-        self.group, self.rank = group, dist.get_rank(group)
+        self.group, self.rank, self.device = group, dist.get_rank(group), device
         self.global_ranks = dist.get_process_group_ranks(group)
         self.staged = device.type == "cuda" and backend == "gloo"
         # A gradient that is to be copied to the host is waited for while the next one is computed.
@@ -100,10 +100,14 @@ class Wire:
 
     def now(self) -> Any:
         """An event in the stream of the caller, where copies to the host have to wait for it."""
-        return torch.cuda.current_stream().record_event() if self.staged else None
+        return torch.cuda.current_stream(self.device).record_event() if self.staged else None
 
     def start(self, sends: list[Parcel], receives: list[Parcel], after: Any) -> Callable[[], None]:
         """Start sending and receiving once ``after`` has been computed; the function returned waits for the end."""
+        # Both ends know which of them have no rows.
+        sends, receives = ([parcel for parcel in some if parcel.rows.numel()] for some in (sends, receives))
+        if not sends and not receives:
+            return lambda: None
         free = self.now()  # the tiles that read what these buffers held before
         with self._copying_out(after):
             for parcel in sends:
@@ -123,8 +127,6 @@ class Wire:
             dist.P2POp(dist.irecv, x, self.global_ranks[p.peer], self.group)
             for x, p in zip(incoming, receives, strict=True)
         ]
-        if not operations:
-            return lambda: None
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
@@ -142,7 +144,7 @@ class Wire:
                     self.inward.wait_event(free)
                     for parcel, host in zip(receives, incoming, strict=True):
                         parcel.rows.copy_(host, non_blocking=True)
-                torch.cuda.current_stream().wait_stream(self.inward)
+                torch.cuda.current_stream(self.device).wait_stream(self.inward)
             outgoing.clear()  # held until now: they were being sent
 
         return wait
