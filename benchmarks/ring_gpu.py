@@ -91,7 +91,7 @@ def work(rank: int, world: int, folder: str, lengths: list[int]) -> None:
         # Sampled over the whole sequence; a rank keeps its own.
         sample = torch.linspace(0, n - 1, SAMPLES).long()
         rows = sample[(sample >= mine.start) & (sample < mine.stop)] - mine.start
-        for name, pattern in settings(n).items():
+        for number, (name, pattern) in enumerate(settings(n).items()):
 
             def call(pattern=pattern, inputs=inputs, dout=dout, options=options) -> list[torch.Tensor]:
                 out = attention(*inputs, pattern, **options)
@@ -100,13 +100,13 @@ def work(rank: int, world: int, folder: str, lengths: list[int]) -> None:
             if n < 2**20 or name != "w = N, r = 1":  # which takes seconds, so that its first call is as good as the second
                 call()
             seconds, result = timed(call, world)
-            row = {"tokens": n, "ranks": world, "setting": name, "seconds": seconds}
+            row = {"tokens": n, "ranks": world, "number": number, "setting": name, "seconds": seconds}
             if world > 1:
                 arguments = (pattern, shards, rank, k.detach(), v.detach())
                 copies(*arguments)
                 row["copy_seconds"], _ = timed(lambda arguments=arguments: copies(*arguments), world)
             found.append(row)
-            torch.save([x[0, rows.to(GPU)].float().cpu() for x in result], f"{folder}/{world}.{rank}.{n}.{name[-1]}.pt")
+            torch.save([x[0, rows.to(GPU)].float().cpu() for x in result], f"{folder}/{world}.{rank}.{n}.{number}.pt")
             if rank == 0:
                 print(json.dumps(row), flush=True)
             del result
@@ -117,7 +117,7 @@ def work(rank: int, world: int, folder: str, lengths: list[int]) -> None:
 
 
 def rows_of(folder: str, row: dict, world: int) -> list[torch.Tensor]:
-    parts = [torch.load(f"{folder}/{world}.{rank}.{row['tokens']}.{row['setting'][-1]}.pt") for rank in range(world)]
+    parts = [torch.load(f"{folder}/{world}.{rank}.{row['tokens']}.{row['number']}.pt") for rank in range(world)]
     return [torch.cat(some) for some in zip(*parts, strict=True)]
 
 

@@ -62,6 +62,7 @@ CASES: dict[int, list[Case]] = {
         Case(Dilated([1000], [1]), (30, 41), "zigzag", True, 6, 3, "ulysses"),
     ],
     3: [
+        Case(MIXED, (0, 0, 0), transport="auto"),
         Case(MIXED, 17, "zigzag", True, 4, 2, "allgather", more={"bucket_size": 1}),
         Case(Dilated([16, 100], [1, 3]), (30, 0, 17), heads=4, more={"lengths": [47, 14], "bucket_size": 3}),
         Case(MIXED, (30, 41, 29), heads=4, more={"dropout_p": 0.4, "seed": 2**40 + 7, "bucket_size": 4}),

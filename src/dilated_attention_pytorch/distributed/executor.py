@@ -245,7 +245,8 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, job: Job) -> tuple[Tensor, Tensor]:
         """``out`` and ``lse (B, H, n)``."""
         positive, scale, _ = tiles.positive_scale(query, job.scale)
-        out, lse_bnh, _ = forward(replace(job, scale=scale), job.route, positive, key, value)
+        # Not kept: the buffers of the exchange.
+        out, lse_bnh = forward(replace(job, scale=scale), job.route, positive, key, value)[:2]
         out, lse = out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.job = job
