@@ -145,6 +145,7 @@ def docs(results: dict) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "ring"}
     rows = [row for row in results["traffic"]["rows"] if row["layout"] == "contiguous"]
     ranks = [row["ranks"] for row in rows]
     figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")

@@ -71,7 +71,7 @@ def agree_once(group: dist.ProcessGroup, facts: Facts, rows: int) -> None:
         known.add(facts.hash)
 
 
-def refuse(group: dist.ProcessGroup, mistake: ValueError | TypeError) -> None:
+def refuse(group: dist.ProcessGroup, mistake: Exception) -> None:
     """Tell the others that this rank is about to raise, so that they do not wait for it."""
     _gather(group, [-1, 0, 0])
     _gather_objects(group, str(mistake))
@@ -79,7 +79,7 @@ def refuse(group: dist.ProcessGroup, mistake: ValueError | TypeError) -> None:
 
 def _gather(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
     # NCCL alone has no CPU tensors.
-    device = "cpu" if backend_for("cpu", group) else "cuda"
+    device = "cpu" if backend_for("cpu", group) else dist.get_backend_config(group).split(":")[0]
     mine = torch.tensor(numbers, device=device)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:

@@ -161,7 +161,7 @@ def ring_attention(
         _check(query, key, value, pattern, layout, rank, world)
         kernel = _kernel(backend, Request.of(query, dropout_p))
         wire = Wire(group, query.device)
-    except (ValueError, TypeError) as mistake:
+    except (ValueError, TypeError, NotImplementedError) as mistake:
         # Ranks that know all lengths may not be listening.
         if world > 1 and not isinstance(layout, Shards):
             refuse(group, mistake)

@@ -77,11 +77,6 @@ class Route:
     places: tuple[Place, ...]
     ticks: tuple[tuple[Message | None, Message | None], ...]  # what is sent and what is received
 
-    @property
-    def messages(self) -> int:
-        """How many messages the rank receives."""
-        return sum(received is not None for _, received in self.ticks)
-
 
 def cut(transfer: Transfer, rate: int, rows: int) -> tuple[Transfer, Transfer | None]:
     """The first ``rows`` rows of a transfer, and what is left of it.
