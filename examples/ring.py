@@ -1,6 +1,6 @@
 """One text over several processes: dilated attention of a sharded sequence, next to one device.
 
-    torchrun --nproc-per-node 4 examples/ring.py [--tokens 8192]
+    torchrun --nproc-per-node 4 examples/ring.py [--tokens 8192] [--backend nccl]
 
 Each rank takes its rows of a real text (the Python standard library's sources), attends with the others, forward and
 backward, and prints the largest difference from one device, the bytes it received and the memory it took.
@@ -9,6 +9,7 @@ backward, and prints the largest difference from one device, the bytes it receiv
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,8 @@ import torch.distributed as dist
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.cli.demo import embed
 from dilated_attention_pytorch.cli.text import standard_library
-from dilated_attention_pytorch.distributed import gather_sequence, shard_sequence
+from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
 from dilated_attention_pytorch.distributed.schedule import make_schedule
-from dilated_attention_pytorch.distributed.shards import Shards
 from dilated_attention_pytorch.measure import peak_extra_bytes
 
 LAYOUT = "zigzag"
@@ -27,19 +27,24 @@ LAYOUT = "zigzag"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--backend", default="gloo", help="nccl takes a GPU for every rank")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group(options.backend)
+    device = torch.device("cpu")
+    if options.backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     pattern = Dilated([1024, 4096, options.tokens], [1, 4, 16])
-    whole = embed(standard_library(options.tokens), torch.device("cpu"), torch.float32)
+    whole = embed(standard_library(options.tokens), device, torch.float32)
     mine = [shard_sequence(x, group, layout=LAYOUT).requires_grad_() for x in whole]
 
     def step() -> list[torch.Tensor]:
         out = attention(*mine, pattern, is_causal=True, group=group, layout=LAYOUT)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), mine)]
 
-    memory = peak_extra_bytes(step, torch.device("cpu"))
+    memory = peak_extra_bytes(step, device)
     gathered = [gather_sequence(x, group, layout=LAYOUT).detach() for x in step()]
 
     inputs = [x.requires_grad_() for x in whole]
@@ -47,15 +52,15 @@ def main() -> None:
     expected = [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
     errors = [float((a - e).norm() / e.norm()) for a, e in zip(gathered, expected, strict=True)]
 
-    lengths = [options.tokens // world + (p < options.tokens % world) for p in range(world)]
-    schedule = make_schedule(pattern, Shards.of(lengths, LAYOUT), whole[1].shape[2], is_causal=True)
+    shards = Shards.even(options.tokens, world, LAYOUT)
+    schedule = make_schedule(pattern, shards, whole[1].shape[2], is_causal=True)
     received = schedule.bytes(rank, head_dim=whole[1].shape[3], element_size=4)
-    dense = (options.tokens - lengths[rank]) * whole[1][0, 0].numel() * 2 * 4
+    dense = (options.tokens - shards.rows(rank)) * whole[1][0, 0].numel() * 2 * 4
     lines: list[str | None] = [None] * world
     own = mine[0].numel() * 4
     dist.all_gather_object(
         lines,
-        f"rank {rank}: {lengths[rank]:,} tokens, received {received / 2**20:.2f} MiB forward (a dense ring: "
+        f"rank {rank}: {shards.rows(rank):,} tokens, received {received / 2**20:.2f} MiB forward (a dense ring: "
         f"{dense / 2**20:.2f}), took {memory / own:.1f} x the memory of its queries",
         group=group,
     )

@@ -7,6 +7,7 @@ import torch
 
 import oracle
 from dilated_attention_pytorch import Dilated, attention
+from dilated_attention_pytorch.backends import eager
 from dilated_attention_pytorch.dropout import mix, words
 
 M32 = 2**32
@@ -48,14 +49,38 @@ def dropped(q, k, v, pattern, p, seed, causal, first_row=0):
     return out, lse
 
 
+@pytest.mark.parametrize("backend", ["eager", "reference"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_kept_weights_are_those_of_the_rule(causal):
+def test_kept_weights_are_those_of_the_rule(causal, backend):
     pattern = Dilated([8, 16], [1, 2])
     q, k, v = torch.randn(3, 2, 20, 2, 4, dtype=torch.float64).unbind(0)
     for seed in (0, 7, 2**40 + 3):
         expected = dropped(q, k, v, pattern, 0.3, seed, causal)
-        actual = attention(q, k, v, pattern, dropout_p=0.3, seed=seed, is_causal=causal, return_lse=True)
+        actual = attention(q, k, v, pattern, dropout_p=0.3, seed=seed, is_causal=causal, return_lse=True, backend=backend)
         torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"is_causal": True, "lengths": [37, 20, 20]},
+    {"cu_seqlens": [0, 5, 18, 37], "mixing_gradient": "detached"},
+    {"is_causal": True, "queries": 9},
+])  # fmt: skip
+def test_eager_tiles_are_the_reference(monkeypatch, options):
+    """Grouped heads, diagonal families, whole segments of several samples, blocks of queries: out, lse and gradients."""
+    monkeypatch.setattr(eager, "_MAX_FACTORS", 40)
+    options = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in options.items()}
+    n = options.pop("queries", 37)
+    for pattern in (Dilated([8, 20, 64], [1, 2, 3]), Dilated([37], [2], [1, 0, 1])):
+        q = torch.randn(3, n, 6, 4, dtype=torch.float64, requires_grad=True)
+        k, v = (torch.randn(3, 37, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        results = []
+        for backend in ("eager", "reference"):
+            out, lse = attention(q, k, v, pattern, dropout_p=0.4, seed=11, backend=backend, return_lse=True, **options)
+            total = (out * torch.arange(4)).sum() + lse.where(lse.isfinite(), 0.0).sin().sum()
+            results.append((out, lse, *torch.autograd.grad(total, (q, k, v))))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_words_are_the_same_from_integers_and_tensors():
@@ -107,8 +132,7 @@ def test_seed_comes_from_the_generator_unless_given():
     assert not torch.equal(first, second)
 
 
-def test_fast_backends_refuse_with_the_reason():
+def test_fused_operators_refuse_with_the_reason():
     q, k, v = torch.randn(3, 1, 30, 2, 4).unbind(0)
-    for backend in ("sdpa", "eager"):
-        with pytest.raises(ValueError, match=f"{backend}: dropout is not supported"):
-            attention(q, k, v, Dilated([8], [1]), dropout_p=0.5, backend=backend)
+    with pytest.raises(ValueError, match="sdpa: dropout is not supported"):
+        attention(q, k, v, Dilated([8], [1]), dropout_p=0.5, backend="sdpa")

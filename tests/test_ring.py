@@ -4,45 +4,285 @@ from __future__ import annotations
 
 import contextlib
 import re
-import socket
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention_pytorch import Dilated, RingDilatedAttention, attention
-from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
+from dilated_attention_pytorch import Dilated, MultiheadDilatedAttention, RingDilatedAttention, attention
+from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence, transport
+from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
+from dilated_attention_pytorch.distributed.sequence import rows_of
 
-CASES = [
-    # pattern, lengths of the shards, layout, causal, query heads, key heads; further arguments by the total length
-    (Dilated([16, 64, 400], [1, 2, 4]), (30, 41, 29, 1, 17), "contiguous", False, 4, 2, lambda n: {}),
-    (Dilated([16, 64, 400], [1, 2, 4]), (30, 41, 0, 29, 17), "contiguous", True, 4, 4, lambda n: {}),
-    (Dilated([16, 64, 400], [1, 3, 5], "blocked"), (20, 33, 7, 40, 12), "zigzag", True, 4, 2, lambda n: {}),
-    (Dilated([1000], [1]), (25, 25, 25, 25, 25), "zigzag", True, 2, 2, lambda n: {}),
-    (Dilated([7, 30], [2, 9]), (3, 0, 5, 2, 1), "contiguous", False, 3, 3, lambda n: {}),
-    (Dilated([8], [1]), (0, 0, 0, 1, 0), "contiguous", True, 2, 1, lambda n: {}),
-    (
-        Dilated([16, 100], [1, 3]),
-        (30, 41, 29, 1, 17),
-        "contiguous",
-        False,
-        4,
-        2,
-        lambda n: {"lengths": [n, max(0, n - 33)]},
-    ),
-    (Dilated([16, 100], [1, 3]), (30, 41, 0, 9, 17), "zigzag", True, 4, 2, lambda n: {"cu_seqlens": [0, 5, 5, n // 2, n]}),
-    (Dilated([16, 64], [1, 2]), (30, 41, 29, 1, 17), "zigzag", True, 2, 2, lambda n: {"mixing_gradient": "detached"}),
-    (Dilated([16, 64], [1, 2]), (30, 41, 29, 1, 17), "contiguous", True, 2, 2, lambda n: {"scale": -0.4}),
-]
+NAMES = ("out", "lse", "dq", "dk", "dv")
+LONG = Dilated([64, 512, 8192], [1, 4, 16])
+MIXED = Dilated([16, 64, 400], [1, 2, 4])
 
 
-def rows_of(shards: Shards, rank: int) -> torch.Tensor:
-    return torch.tensor([i for chunk in shards.chunks[rank] for i in chunk], dtype=torch.int64)
+@dataclass
+class Case:
+    pattern: Dilated
+    rows: tuple[int, ...] | int  # of the shards, or of the sequence and evenly spread
+    layout: str = "contiguous"
+    is_causal: bool = False
+    heads: int = 2
+    key_heads: int = 2
+    transport: str = "ring"
+    dtype: torch.dtype = torch.float64
+    more: dict[str, Any] = field(default_factory=dict)  # lists become tensors
+
+    def shards(self, world: int) -> Shards:
+        return (
+            Shards.even(self.rows, world, self.layout) if isinstance(self.rows, int) else Shards.of(self.rows, self.layout)
+        )
+
+
+UNEVEN = (30, 41, 29, 1, 17)
+# By the number of ranks. Every transport, layout, bucket size and kind of batch is met; lengths are those that went wrong
+# elsewhere: 1, primes, fewer rows than ranks, empty shards.
+CASES: dict[int, list[Case]] = {
+    1: [
+        Case(MIXED, 17, is_causal=True, heads=4, transport="auto"),
+        Case(Dilated([64], [1]), 17, transport="ulysses"),
+        Case(Dilated([8], [1]), 1, transport="allgather"),
+    ],
+    2: [
+        Case(LONG, 1023, "zigzag", True, 4, 2, more={"bucket_size": 7}),
+        Case(MIXED, (30, 41), "zigzag", True, more={"mixing_gradient": "detached", "bucket_size": 5}),
+        Case(MIXED, (30, 41), more={"mixing_gradient": "detached", "dropout_p": 0.3, "seed": 5}),
+        Case(MIXED, (30, 41), "contiguous", True, more={"scale": -0.4}),
+        Case(Dilated([1000], [1]), (30, 41), "zigzag", True, 6, 3, "ulysses"),
+    ],
+    3: [
+        Case(MIXED, (0, 0, 0), transport="auto"),
+        Case(MIXED, 17, "zigzag", True, 4, 2, "allgather", more={"bucket_size": 1}),
+        Case(Dilated([16, 100], [1, 3]), (30, 0, 17), heads=4, more={"lengths": [47, 14], "bucket_size": 3}),
+        Case(MIXED, (30, 41, 29), heads=4, more={"dropout_p": 0.4, "seed": 2**40 + 7, "bucket_size": 4}),
+        Case(Dilated([16, 100], [1, 3]), (0, 40, 29), "zigzag", True, 2, 1,
+             more={"dropout_p": 0.2, "seed": -3, "cu_seqlens": [0, 33, 69]}),
+        Case(Dilated([200], [1]), 100, "contiguous", True, 8, 4, "ulysses", more={"lengths": [77, 100]}),
+        Case(Dilated([200], [1]), (40, 0, 60), "zigzag", True, 3, 3, "ulysses", more={"cu_seqlens": [0, 50, 51, 100]}),
+    ],
+    4: [
+        Case(LONG, 4099, "zigzag", True, 2, 1, "auto"),
+        Case(LONG, 4099, "contiguous", False, 2, 2, "allgather", torch.float32),
+        Case(Dilated([5000], [1]), 1023, "zigzag", True, more={"bucket_size": 100}),
+        Case(Dilated([5000], [1]), 1023, "contiguous", True, 4, 4, "auto", torch.float32),
+        Case(Dilated([16, 64], [1, 2], [1, 0]), (3, 0, 50, 12), transport="auto"),
+    ],
+    5: [
+        Case(MIXED, UNEVEN, heads=4, more={"bucket_size": 7}),
+        Case(MIXED, (30, 41, 0, 29, 17), is_causal=True, heads=4, key_heads=4, transport="auto"),
+        Case(Dilated([16, 64, 400], [1, 3, 5], "blocked"), (20, 33, 7, 40, 12), "zigzag", True, 4, more={"bucket_size": 1}),
+        Case(Dilated([7, 30], [2, 9]), (3, 0, 5, 2, 1), heads=3, key_heads=3),
+        Case(Dilated([8], [1]), (0, 0, 0, 1, 0), is_causal=True, key_heads=1),
+        Case(Dilated([16, 100], [1, 3]), (30, 41, 0, 9, 17), "zigzag", True, 4, 2, more={"cu_seqlens": [0, 5, 5, 48, 97]}),
+        Case(MIXED, UNEVEN, "zigzag", True, more={"mixing_gradient": "detached"}),
+    ],
+    7: [
+        Case(MIXED, 17, "zigzag", True, 4, 2, more={"bucket_size": 1}),
+        Case(MIXED, 1, transport="auto"),
+        Case(LONG, 1023, heads=4, transport="allgather", more={"bucket_size": 100000}),
+        Case(Dilated([2000], [1]), 101, "zigzag", False, 8, 8, "ulysses"),
+    ],
+    8: [
+        Case(LONG, 4099, "zigzag", True, 2, 2, "ring", torch.float32),
+        Case(LONG, 1023, "contiguous", True, 4, 1, "auto"),
+        Case(Dilated([2000], [1]), 1023, "contiguous", True, 8, 8, "auto"),
+    ],
+}  # fmt: skip
+
+
+class Received:
+    """Bytes that come in over the wire, counted where PyTorch is called."""
+
+    def __init__(self, monkeypatch):
+        self.bytes = 0
+        plain = dist.batch_isend_irecv
+
+        def counting(operations):
+            self.bytes += sum(x.tensor.numel() * x.tensor.element_size() for x in operations if x.op is dist.irecv)
+            return plain(operations)
+
+        monkeypatch.setattr(dist, "batch_isend_irecv", counting)
+
+    def take(self) -> int:
+        taken, self.bytes = self.bytes, 0
+        return taken
+
+
+def expected_bytes(case: Case, shards: Shards, rank: int, options: dict[str, Any], sent: bool, element_size: int) -> int:
+    spans = {name: tuple(options[name].tolist()) for name in ("lengths", "cu_seqlens") if name in options}
+    route = make_route(case.pattern, shards, rank, 2, case.key_heads, is_causal=case.is_causal, bucket_size=1000, **spans)
+    if not sent:
+        sizes = {"head_dim": 8, "element_size": element_size}
+        return sum(place.schedule.bytes(rank, batch=place.batch, **sizes) for place in route.places)
+    rows = sum(place.batch * t.rows for place in route.places for t in place.schedule.sends(rank))
+    return rows * 2 * case.key_heads * 8 * element_size
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of any tensor that an operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return result
+
+
+def check_case(case: Case, number: int, group, rank: int, world: int, received: Received) -> None:
+    shards = case.shards(world)
+    n, name = shards.length, f"world {world}, case {number}"
+    options = {key: torch.tensor(x) if isinstance(x, list) else x for key, x in case.more.items()}
+    sharding = {key: options.pop(key) for key in ("bucket_size",) if key in options}
+    torch.manual_seed(number)
+    q, dout = torch.randn(2, 2, n, case.heads, 8, dtype=torch.float64).to(case.dtype).unbind(0)
+    k, v = torch.randn(2, 2, n, case.key_heads, 8, dtype=torch.float64).to(case.dtype).unbind(0)
+    dlse = torch.randn(2, case.heads, n, dtype=case.dtype)
+    # One device in float64 is the truth, and for float32 one device in float32 the measure.
+    wanted, tolerances = [], [1e-10] * 5
+    for dtype in (torch.float64, case.dtype):
+        whole = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out, lse = attention(*whole, case.pattern, is_causal=case.is_causal, return_lse=True, **options)
+        met = lse.isfinite()
+        total = (out * dout).sum() + (lse.where(met, 0.0) * dlse).sum()
+        wanted.append([out.detach(), lse.detach().transpose(1, 2), *torch.autograd.grad(total, whole)])
+        if case.dtype == torch.float64:
+            break
+    if case.dtype == torch.float32:
+        errors = [float((a - e).nan_to_num().abs().max()) for a, e in zip(*wanted, strict=True)]
+        tolerances = [3 * error + 1e-6 for error in errors]
+    mine = rows_of(shards, rank, torch.device("cpu"))
+    local = [x[:, mine].clone().requires_grad_() for x in (q, k, v)]
+    results = []
+    largest = LargestTensor()
+    for _ in range(2):
+        received.take()
+        with largest:
+            part, part_lse = attention(
+                *local, case.pattern, group=group, is_causal=case.is_causal, layout=case.layout, return_lse=True,
+                transport=case.transport, **sharding, **options,
+            )  # fmt: skip
+        forward_bytes = received.take()
+        total = (part * dout[:, mine]).sum() + (part_lse.where(met[:, :, mine], 0.0) * dlse[:, :, mine]).sum()
+        with largest:
+            grads = torch.autograd.grad(total, local)
+        backward_bytes = received.take()
+        results.append([part.detach(), part_lse.detach().transpose(1, 2), *grads])
+    for label, a, again, e, tolerance in zip(NAMES, *results, wanted[0], tolerances, strict=True):
+        assert torch.equal(a, again), f"{name} {label}: other bits"
+        assert a.dtype == case.dtype
+        torch.testing.assert_close(
+            a.double(), e[:, mine], rtol=0, atol=tolerance, msg=lambda m, label=label: f"{name} {label}: {m}"
+        )
+    if world == 1:
+        assert forward_bytes == backward_bytes == 0
+    elif case.transport in ("ring", "allgather"):
+        size = case.dtype.itemsize
+        assert forward_bytes == expected_bytes(case, shards, rank, options, False, size), name
+        if options.get("mixing_gradient") != "detached":  # which computes branches again
+            home = expected_bytes(case, shards, rank, options, True, size)
+            assert backward_bytes == forward_bytes + home, name
+    if case.transport == "ring" and n > 1000 and "bucket_size" not in case.more:
+        # Nothing of the size of the sequence: the tensors of the rank itself, and a message.
+        bucket = default_bucket_size(shards) * 2 * 2 * case.key_heads * 8
+        assert largest.numel <= max(len(mine) * 2 * case.heads * 8, bucket), name
+
+
+def check_comm_dtype(group, rank: int, received: Received) -> None:
+    """Gradients of keys and values that come from elsewhere have the precision and the size of the type they travel in."""
+    pattern, n = Dilated([8, 64], [1, 2]), 40
+    whole = torch.randn(3, 1, n, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    results = {}
+    for comm_dtype in (None, torch.float32, torch.bfloat16):
+        local = [shard_sequence(x, group).requires_grad_() for x in whole]
+        out = attention(*local, pattern, group=group, transport="ring", comm_dtype=comm_dtype)
+        forward_bytes = received.take()
+        grads = torch.autograd.grad(out.square().sum(), local)
+        results[comm_dtype] = grads, received.take() - forward_bytes
+    exact, most_bytes = results.pop(None)
+    for comm_dtype, (grads, some_bytes) in results.items():
+        assert some_bytes * 8 == most_bytes * comm_dtype.itemsize
+        errors = [float((a - e).norm() / e.norm()) for a, e in zip(grads, exact, strict=True)]
+        assert errors[0] == 0.0
+        assert all(0.0 < error < torch.finfo(comm_dtype).eps for error in errors[1:]), errors
+
+
+def check_accuracy(groups, rank: int) -> None:
+    """The error of half-precision gradients does not grow with the ranks."""
+    pattern, n = Dilated([32, 128], [1, 2]), 128
+    torch.manual_seed(1)
+    q, k, v, dout = torch.randn(4, 1, n, 2, 16).bfloat16().unbind(0)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    out = attention(*exact, pattern, is_causal=True)
+    wanted = [out, *torch.autograd.grad(out, exact, dout.double())]
+    errors = []
+    for world in (1, 8):
+        shards = Shards.even(n, world, "zigzag")
+        if rank >= world:
+            continue
+        mine = rows_of(shards, rank, torch.device("cpu"))
+        local = [x[:, mine].clone().requires_grad_() for x in (q, k, v)]
+        part = attention(*local, pattern, is_causal=True, group=groups[world], layout="zigzag", transport="ring")
+        parts = [part, *torch.autograd.grad(part, local, dout[:, mine])]
+        parts = [gather_sequence(x.detach(), groups[world], layout="zigzag") for x in parts]
+        errors.append([float((a - e).norm() / e.norm()) for a, e in zip(parts, wanted, strict=True)])
+    if rank == 0:
+        assert all(many <= 1.3 * one for one, many in zip(*errors, strict=True)), errors
+
+
+class Still:
+    """A stream or an event of a device that is always done."""
+
+    def record_event(self):
+        return self
+
+    def wait_event(self, event) -> None:
+        assert isinstance(event, Still)
+
+    def wait_stream(self, stream) -> None:
+        assert isinstance(stream, Still)
+
+    def synchronize(self) -> None:
+        pass
+
+
+def check_staged(groups, rank: int, received: Received) -> None:
+    """The way through host memory without a GPU: copies are made, and what was sent from is overwritten at once."""
+    plain_init, plain_start = transport.Wire.__init__, transport.Wire.start
+
+    def init(self, *args) -> None:
+        plain_init(self, *args)
+        self.staged, self.lag, self.outward, self.inward = True, 1, Still(), Still()
+
+    def start(self, sends, receives, after):
+        wait = plain_start(self, sends, receives, after)
+        for parcel in sends:
+            parcel.rows.fill_(torch.nan)
+        return wait
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport.Wire, "__init__", init)
+        patch.setattr(transport.Wire, "start", start)
+        patch.setattr(transport, "_pinned", torch.empty_like)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "current_stream", lambda device: Still())
+        for world in (2, 3):
+            for number, case in enumerate(CASES[world]):
+                if rank < world and case.transport != "ulysses":
+                    check_case(case, number, groups[world], rank, world, received)
 
 
 def check_shards(group, rank: int, world: int) -> None:
@@ -61,70 +301,84 @@ def check_shards(group, rank: int, world: int) -> None:
         shard_sequence(whole, init_device_mesh("cpu", (world, 1), mesh_dim_names=("a", "b")))
 
 
-def work(rank: int, world: int, port: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    group = dist.group.WORLD
-    for number, (pattern, lengths, layout, causal, heads, key_heads, more) in enumerate(CASES):
-        shards = Shards.of(lengths[:world], layout)
-        n = shards.length
-        options = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in more(n).items()}
-        torch.manual_seed(number)
-        q, dout = torch.randn(2, 2, n, heads, 8, dtype=torch.float64).unbind(0)
-        k, v = torch.randn(2, 2, n, key_heads, 8, dtype=torch.float64).unbind(0)
-        dlse = torch.randn(2, heads, n, dtype=torch.float64)
-        whole = [x.clone().requires_grad_() for x in (q, k, v)]
-        out, lse = attention(*whole, pattern, is_causal=causal, return_lse=True, **options)
-        met = lse.isfinite()
-        expected = torch.autograd.grad(((out * dout).sum() + (lse.where(met, 0.0) * dlse).sum()), whole)
-        mine = rows_of(shards, rank)
-        local = [x[:, mine].clone().requires_grad_() for x in (q, k, v)]
-        results = []
-        for _ in range(2):
-            part, part_lse = attention(
-                *local, pattern, group=group, is_causal=causal, layout=layout, return_lse=True, **options
-            )
-            total = (part * dout[:, mine]).sum() + (part_lse.where(met[:, :, mine], 0.0) * dlse[:, :, mine]).sum()
-            results.append([part, part_lse, *torch.autograd.grad(total, local)])
-        wanted = [out[:, mine], lse[:, :, mine], *(x[:, mine] for x in expected)]
-        for name, a, again, e in zip(("out", "lse", "dq", "dk", "dv"), *results, wanted, strict=True):
-            torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"case {number} {name}: {m}")  # noqa: B023
-            assert torch.equal(a, again), f"case {number} {name}: other bits"
-    # The same mistake is the same error on every rank, and the group works on.
-    x = torch.randn(1, 4, 2, 8, requires_grad=True)
-    with pytest.raises(ValueError, match="all ranks must call") if world > 1 else contextlib.nullcontext():
-        attention(x, x, x, Dilated([4 + rank], [1]), group=group)
-    with pytest.raises(ValueError, match="has no torchscale_padding"):
-        attention(x, x, x, Dilated([4], [1], torchscale_padding=True), group=group)
-    for bad, match in (({"dropout_p": 0.1}, "no dropout yet"), ({"backend": "triton"}, "'sdpa' or 'eager'")):
-        with pytest.raises(ValueError, match=match):
-            attention(x, x, x, Dilated([4], [1]), group=group, **bad)
-    attention(x, x, x, Dilated([4], [1]), group=group)
-    module = RingDilatedAttention([16, 64], [1, 2], layout="zigzag")
+def check_modules(group) -> None:
+    module = RingDilatedAttention([16, 64], [1, 2], layout="zigzag", bucket_size=3, transport="ring")
     q = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     parts = [shard_sequence(x, group, layout="zigzag") for x in q]
     whole = gather_sequence(module(*parts, is_causal=True), group, layout="zigzag")
     torch.testing.assert_close(whole, attention(*q, module.pattern, is_causal=True), rtol=1e-10, atol=1e-10)
-    check_shards(group, rank, world)
+    # A seed that nobody gave is the first rank's; it is drawn again every time.
+    dropping = RingDilatedAttention([16, 64], [1, 2], attention_dropout=0.5)
+    parts = [shard_sequence(x, group) for x in q]
+    torch.manual_seed(dist.get_rank())
+    first, second = (gather_sequence(dropping(*parts), group) for _ in range(2))
+    torch.manual_seed(0)
+    torch.testing.assert_close(first, attention(*q, module.pattern, dropout_p=0.5))
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(gather_sequence(dropping.eval()(*parts), group), attention(*q, module.pattern))
+    # Multi-head, with projections that every rank has: the sum of their gradients is that of one device.
+    arguments = (16, 2, [16, 64], [1, 2])
+    torch.manual_seed(3)
+    one = MultiheadDilatedAttention(*arguments, dtype=torch.float64)
+    many = MultiheadDilatedAttention(*arguments, dtype=torch.float64, group=group, layout="zigzag", bucket_size=5)
+    many.load_state_dict(one.state_dict())
+    x = torch.randn(2, 50, 16, dtype=torch.float64)
+    lengths = torch.tensor([50, 31])
+    expected, _ = one(x, x, x, is_causal=True, lengths=lengths)
+    expected.square().sum().backward()
+    part = shard_sequence(x, group, layout="zigzag")
+    out, _ = many(part, part, part, is_causal=True, lengths=lengths)
+    out.square().sum().backward()
+    torch.testing.assert_close(gather_sequence(out, group, layout="zigzag"), expected, rtol=1e-10, atol=1e-10)
+    for (label, a), b in zip(many.named_parameters(), one.parameters(), strict=True):
+        dist.all_reduce(a.grad)
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-8, atol=1e-8, msg=lambda m, label=label: f"{label}: {m}")
+    for bad in ({"need_weights": True}, {"key_padding_mask": torch.zeros(2, 50, dtype=torch.bool)}):
+        with pytest.raises(ValueError, match="needs the whole sequence, of which a rank has a shard"):
+            many(part, part, part, **bad)
+
+
+def work(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    world = max(CASES)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    groups = {size: dist.new_group(list(range(size))) for size in CASES}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        received = Received(monkeypatch)
+        for size, cases in CASES.items():
+            for number, case in enumerate(cases):
+                if rank < size:
+                    check_case(case, number, groups[size], rank, size, received)
+        check_staged(groups, rank, received)
+        received.take()
+        check_comm_dtype(dist.group.WORLD, rank, received)
+    check_accuracy(groups, rank)
+    check_modules(dist.group.WORLD)
+    check_shards(dist.group.WORLD, rank, world)
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_the_same_as_on_one_device(world):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(work, (world, port), nprocs=world)
+def test_the_same_as_on_one_device(tmp_path):
+    mp.spawn(work, (str(tmp_path / "store"),), nprocs=max(CASES))
 
 
 def test_without_a_group():
     x = torch.randn(1, 4, 2, 8)
     with pytest.raises(RuntimeError, match="needs a process group: start with torchrun"):
         RingDilatedAttention([4], [1])(x, x, x)
-    with pytest.raises(ValueError, match="layout must be one of 'contiguous', 'zigzag', got 'spiral'"):
-        RingDilatedAttention([4], [1], layout="spiral")
-    with pytest.raises(ValueError, match="layout='zigzag' without group"):
-        attention(x, x, x, Dilated([4], [1]), layout="zigzag")
+    for name, bad in (("layout", "zigzag"), ("bucket_size", 5), ("transport", "ring"), ("comm_dtype", torch.float32)):
+        with pytest.raises(ValueError, match=f"{name}=.*without group"):
+            attention(x, x, x, Dilated([4], [1]), **{name: bad})
+        with pytest.raises(ValueError, match=f"{name}=.*without group"):
+            MultiheadDilatedAttention(16, 2, [4], [1], **{name: bad})
+    for bad, error, match in (
+        ({"layout": "spiral"}, ValueError, "layout must be one of 'contiguous', 'zigzag', got 'spiral'"),
+        ({"transport": "pigeon"}, ValueError, "transport must be one of .*, got 'pigeon'"),
+        ({"bucket_size": 0}, ValueError, "bucket_size is a number of rows, at least 1, or None, got 0"),
+        ({"comm_dtype": "float32"}, TypeError, "comm_dtype must be a floating-point torch.dtype or None, got 'float32'"),
+    ):
+        with pytest.raises(error, match=match):
+            RingDilatedAttention([4], [1], **bad)
     with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh, got 'all'"):
         attention(x, x, x, Dilated([4], [1]), group="all")
 

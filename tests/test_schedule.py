@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import oracle
 from dilated_attention_pytorch import Dilated
+from dilated_attention_pytorch.distributed.route import make_route
 from dilated_attention_pytorch.distributed.schedule import make_schedule
 from dilated_attention_pytorch.distributed.shards import Shards
 
@@ -135,3 +137,55 @@ def test_bad_shards():
         Shards.of([1, 2], "round")
     with pytest.raises(ValueError, match="no negative length, got \\[1, -2\\]"):
         Shards.of([1, -2], "contiguous")
+
+
+@given(cases(), st.integers(1, 9))
+@settings(max_examples=300)
+def test_messages_match_in_one_common_order(case, bucket_size):
+    """A tick is the same message at both ends, and all rows of a transfer travel once, in buckets of the given size."""
+    pattern, shards, key_heads, is_causal = case
+    world = shards.world_size
+    routes = [
+        make_route(pattern, shards, rank, 1, key_heads, is_causal=is_causal, bucket_size=bucket_size)
+        for rank in range(world)
+    ]
+    assert len({len(route.ticks) for route in routes}) == 1
+    schedule = make_schedule(pattern, shards, key_heads, is_causal=is_causal)
+    for rank, route in enumerate(routes):
+        positions: dict = {}
+        rows: Counter = Counter()
+        for tick, (sent, received) in enumerate(route.ticks):
+            if sent is not None:
+                assert sent == routes[sent.target].ticks[tick][1]
+            if received is None:
+                continue
+            assert (received.tick, received.target) == (tick, rank)
+            assert received == routes[received.source].ticks[tick][0]
+            assert 0 < sum(transfer.rows for _, transfer in received.parts) <= bucket_size
+            for _, transfer in received.parts:
+                place = route.places[0]
+                # The packed rows of every head fit.
+                assert max((f.k_rows for f in place.packing(transfer).families), default=0) <= transfer.rows
+                key = transfer.source, transfer.branch
+                positions.setdefault(key, []).extend(transfer.positions)
+                rows[key] += transfer.rows
+        expected: dict = {}
+        expected_rows: Counter = Counter()
+        for transfer in schedule.receives(rank):
+            expected.setdefault((transfer.source, transfer.branch), []).extend(transfer.positions)
+            expected_rows[transfer.source, transfer.branch] += transfer.rows
+        assert rows == expected_rows
+        assert {key: sorted(x) for key, x in positions.items()} == {key: sorted(x) for key, x in expected.items()}
+
+
+def test_thousands_of_ranks_in_seconds():
+    """The plan and the schedules of 4,096 ranks with 8,192 tokens each, LongNet's pattern up to the whole sequence."""
+    rates = [4**i for i in range(9)]
+    pattern = Dilated([2048 * r for r in rates], rates)
+    for layout in ("contiguous", "zigzag"):
+        shards = Shards.of([8192] * 4096, layout)
+        start = time.perf_counter()
+        schedule = make_schedule(pattern, shards, 8, is_causal=True)
+        total = sum(schedule.bytes(rank, head_dim=64, element_size=2) for rank in range(4096))
+        assert total > 0
+        assert time.perf_counter() - start < 5

@@ -15,9 +15,11 @@ from dilated_attention_pytorch.checks import (
     INDEX_DTYPES,
     check_call,
     check_no_forward_derivative,
+    check_no_sharding,
     check_options,
     check_pattern,
     check_qkv,
+    prepare,
 )
 from dilated_attention_pytorch.merge import accumulate_dtype
 from dilated_attention_pytorch.patterns import Dilated
@@ -27,16 +29,7 @@ if TYPE_CHECKING:  # a process without a group never imports torch.distributed
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast does to the inputs of ``scaled_dot_product_attention``."""
-    if not all(isinstance(x, Tensor) for x in tensors):
-        return tensors  # refused below
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    from dilated_attention_pytorch.distributed.shards import Shards
 
 
 @overload
@@ -56,7 +49,10 @@ def attention(
     backend: str = ...,
     return_lse: Literal[False] = ...,
     group: ProcessGroup | DeviceMesh | None = ...,
-    layout: str = ...,
+    layout: str | Shards = ...,
+    bucket_size: int | None = ...,
+    transport: str = ...,
+    comm_dtype: torch.dtype | None = ...,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -75,7 +71,10 @@ def attention(
     backend: str = ...,
     return_lse: bool = ...,
     group: ProcessGroup | DeviceMesh | None = ...,
-    layout: str = ...,
+    layout: str | Shards = ...,
+    bucket_size: int | None = ...,
+    transport: str = ...,
+    comm_dtype: torch.dtype | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
@@ -93,7 +92,10 @@ def attention(
     backend: str = "auto",
     return_lse: bool = False,
     group: ProcessGroup | DeviceMesh | None = None,
-    layout: str = "contiguous",
+    layout: str | Shards = "contiguous",
+    bucket_size: int | None = None,
+    transport: str = "auto",
+    comm_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the pairs of a pattern: ``out_i = sum_j m(i,j) exp(s_ij - lse_i) v_j``.
 
@@ -106,7 +108,7 @@ def attention(
         is_causal: a position sees itself and earlier ones only.
         scale: of the scores; ``D ** -0.5`` by default.
         dropout_p: probability of dropping a weight. Whether ``(sample, head, i, j, branch)`` is kept depends on ``seed``
-            and those numbers alone. The backends ``triton`` and ``reference`` support it.
+            and those numbers alone. The backends ``triton``, ``eager`` and ``reference`` support it.
         seed: of dropout; drawn from PyTorch's generator of the query's device if None.
         lengths: (B,), the valid positions at the front of each sample. Its result is what it would be alone; rows behind
             are 0 (lse -inf). On a GPU this waits for the device.
@@ -119,9 +121,19 @@ def attention(
         return_lse: return ``(out, lse)`` with lse (B, H, N), float32 (float64 for float64 inputs), differentiable.
         group: a process group, or a device mesh of one dimension or with one named ``"cp"``, over whose ranks the sequence
             is sharded: the tensors are this rank's rows, the result is theirs, ``lengths`` and ``cu_seqlens`` count
-            positions of the whole sequence. Shards may have any lengths. Every rank must call. No dropout so far.
+            positions of the whole sequence. Shards may have any lengths. Every rank must call, with the same arguments;
+            without ``seed``, the first rank draws it.
         layout: how the shards lie in the sequence: ``"contiguous"``, in the order of ranks, or ``"zigzag"``, where each
-            rank has an early and a late half, which evens causal work (see ``distributed.shard_sequence``).
+            rank has an early and a late half, which evens causal work (see ``distributed.shard_sequence``). Or
+            ``distributed.Shards``, by which every rank knows the rows of all: ranks then compare their arguments only at
+            the first call with them, and a rank that refuses its arguments later is waited for until the group's timeout.
+        bucket_size: with ``group``, rows per message, per key head and sample; by default a sixteenth of the longest
+            shard, at least 512. Two messages each way exist at a time.
+        transport: with ``group``, ``"ring"`` (one message under way while one is computed with), ``"allgather"`` (all
+            messages at once, in memory for all of them), ``"ulysses"`` (heads instead of rows, for one dense segment) or
+            ``"auto"`` (by ``distributed.cost``).
+        comm_dtype: with ``group``, the type in which gradients of keys and values travel; by default float32 (float64
+            for float64 inputs).
 
     Returns:
         (B, N, H, D), exactly 0 (lse -inf) in rows that meet nobody.
@@ -130,23 +142,21 @@ def attention(
     >>> attention(q, k, v, Dilated([256, 512], [1, 2]), is_causal=True).shape
     torch.Size([1, 1000, 8, 64])
     """
-    check_pattern(pattern)
-    query, key, value = _autocast(query, key, value)
-    check_qkv(query, key, value)
-    check_options(scale, dropout_p, mixing_gradient)
-    check_call(query, key, is_causal, seed, lengths, cu_seqlens)
-    pattern.check_key_heads(key.shape[2])
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     if group is not None:
-        from dilated_attention_pytorch.distributed.executor import ring_attention  # imports torch.distributed
+        from dilated_attention_pytorch.distributed.ring import ring_attention  # imports torch.distributed
 
-        out, lse = ring_attention(
-            query, key, value, pattern, group=group, layout=layout, is_causal=is_causal, scale=scale, dropout_p=dropout_p,
-            lengths=lengths, cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend,
+        # Its arguments are checked together with those of the other ranks.
+        out, sharded_lse = ring_attention(
+            query, key, value, pattern, group=group, layout=layout, bucket_size=bucket_size, transport=transport,
+            comm_dtype=comm_dtype, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
+            cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend, return_lse=return_lse,
         )  # fmt: skip
-        return (out, lse) if return_lse else out
-    if layout != "contiguous":
-        raise ValueError(f"layout says how a sequence is sharded over a group: got layout={layout!r} without group")
+        return out if sharded_lse is None or not return_lse else (out, sharded_lse)
+    query, key, value, used_scale = prepare(
+        query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
+        cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient,
+    )  # fmt: skip
+    check_no_sharding(layout=layout, bucket_size=bucket_size, transport=transport, comm_dtype=comm_dtype)
     chosen = backends.choose(backend, Request.of(query, dropout_p))
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)
@@ -155,11 +165,22 @@ def attention(
     if chosen == "reference":
         out, lse = _reference(
             query, key, value, pattern, lengths, cu_seqlens,
-            is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=used_seed, detach_mixing=detach,
+            is_causal=is_causal, scale=used_scale, dropout_p=dropout_p, seed=used_seed, detach_mixing=detach,
         )  # fmt: skip
     else:
         out, lse = ops.attend(
-            query, key, value, lengths, cu_seqlens, used_seed, pattern.spec, is_causal, scale, dropout_p, detach, chosen
+            query,
+            key,
+            value,
+            lengths,
+            cu_seqlens,
+            used_seed,
+            pattern.spec,
+            is_causal,
+            used_scale,
+            dropout_p,
+            detach,
+            chosen,
         )
     return (out, lse) if return_lse else out
 
@@ -222,7 +243,10 @@ def dilated_attention(
     backend: str = "auto",
     return_lse: bool = False,
     group: ProcessGroup | DeviceMesh | None = None,
-    layout: str = "contiguous",
+    layout: str | Shards = "contiguous",
+    bucket_size: int | None = None,
+    transport: str = "auto",
+    comm_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: ``attention`` with the pattern ``Dilated(segment_lengths, dilation_rates, offsets)``.
 
@@ -246,6 +270,9 @@ def dilated_attention(
         return_lse=return_lse,
         group=group,
         layout=layout,
+        bucket_size=bucket_size,
+        transport=transport,
+        comm_dtype=comm_dtype,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,3 +124,46 @@ def check_call(
         )
     if cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total, got {cu_seqlens.shape[0]}")
+
+
+def check_no_sharding(*, layout: Any, bucket_size: Any, transport: Any, comm_dtype: Any) -> None:
+    """Raise if an argument that says how rows travel was passed without a group."""
+    passed = {"layout": (layout, "contiguous"), "bucket_size": (bucket_size, None), "transport": (transport, "auto")}
+    for name, (given, default) in {**passed, "comm_dtype": (comm_dtype, None)}.items():
+        if given != default:
+            raise ValueError(f"{name} says how a sequence is sharded over a group: got {name}={given!r} without group")
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast does to the inputs of ``scaled_dot_product_attention``."""
+    if not all(isinstance(x, Tensor) for x in tensors):
+        return tensors  # refused below
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Dilated,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mixing_gradient: str,
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Query, key, value and scale as they are computed with, after all checks that do not depend on the backend."""
+    check_pattern(pattern)
+    query, key, value = _autocast(query, key, value)
+    check_qkv(query, key, value)
+    check_options(scale, dropout_p, mixing_gradient)
+    check_call(query, key, is_causal, seed, lengths, cu_seqlens)
+    pattern.check_key_heads(key.shape[2])
+    return query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -6,6 +6,7 @@ kept if ``word(seed, b, h, branch, i, j) >= floor(p * 2**32)``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 _MASK = 0xFFFFFFFF
@@ -39,3 +40,22 @@ def words(seed: Any, sample: Any, head: Any, branch: int, i: Any, j: Any) -> Any
 def threshold(p: float) -> int:
     """Pairs whose word is below this are dropped."""
     return int(p * 2**32)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """The dropout of a call, and where the tensors at hand lie in the caller's batch."""
+
+    p: float
+    seed: Any  # an integer, or a tensor of one
+    first_sample: int = 0
+    first_row: int = 0
+
+    def at(self, first_sample: int, first_row: int) -> Dropout:
+        """The same for tensors that start at this sample and row."""
+        return replace(self, first_sample=first_sample, first_row=first_row)
+
+    def factors(self, sample: Any, head: Any, branch: int, i: Any, j: Any) -> Any:
+        """What the weights of pairs are multiplied by: ``1 / (1 - p)`` if kept, else 0."""
+        word = words(self.seed, sample + self.first_sample, head, branch, i + self.first_row, j + self.first_row)
+        return (word >= threshold(self.p)) / (1.0 - self.p)

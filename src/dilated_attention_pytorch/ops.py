@@ -14,6 +14,7 @@ from torch import Tensor
 from dilated_attention_pytorch import tiles
 from dilated_attention_pytorch.backends import eager, sdpa
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.merge import accumulate_dtype
 from dilated_attention_pytorch.problem import Problem
 from dilated_attention_pytorch.tiles import TileKernel
@@ -31,7 +32,7 @@ def kernel_name(backend: str, query: Tensor) -> str:
     return "dense, from the definition" if backend == "reference" else _tile_kernel(backend, query).name
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
+def rows_contiguous(x: Tensor) -> Tensor:
     """Kernels read rows of D consecutive elements; other layouts (rare) are copied once."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -51,20 +52,22 @@ def _attend(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))`` of a dilated pattern."""
-    query, key, value = map(_rows_contiguous, (query, key, value))
+    query, key, value = map(rows_contiguous, (query, key, value))
     problem = Problem.of(query, key, pattern, is_causal, lengths, cu_seqlens)
     if backend == "triton":
         from dilated_attention_pytorch.backends.triton import run  # imports triton
 
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
             return run.forward(problem, query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
-    assert dropout_p == 0.0, "refused by why_not"
+    dropout = Dropout(dropout_p, seed) if dropout_p > 0.0 else None
     if backend == "hopper":
         from dilated_attention_pytorch.backends.hopper import run as hopper_run
 
+        assert dropout is None, "refused by why_not"
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             return hopper_run.forward(problem, query, key, value, scale=scale)
-    return tiles.forward(problem, query, key, value, scale=scale, kernel=_tile_kernel(backend, query))
+    kernel = _tile_kernel(backend, query)
+    return tiles.forward(problem, query, key, value, scale=scale, kernel=kernel, dropout=dropout)
 
 
 def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -92,7 +95,7 @@ def _attend_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``: each tile's ordinary backward is its exact share."""
-    query, key, value, dout = map(_rows_contiguous, (query, key, value, dout))
+    query, key, value, dout = map(rows_contiguous, (query, key, value, dout))
     problem = Problem.of(query, key, pattern, is_causal, lengths, cu_seqlens)
     tensors = (dout, dlse, query, key, value, out, lse)
     if backend == "triton":
@@ -105,7 +108,8 @@ def _attend_backward(
 
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             return hopper_run.backward(problem, *tensors, scale=scale, detach_mixing=detach_mixing)
-    return tiles.backward(problem, *tensors, scale=scale, detach_mixing=detach_mixing, kernel=_tile_kernel(backend, query))
+    kernel, dropout = _tile_kernel(backend, query), Dropout(dropout_p, seed) if dropout_p > 0.0 else None
+    return tiles.backward(problem, *tensors, scale=scale, detach_mixing=detach_mixing, kernel=kernel, dropout=dropout)
 
 
 def _attend_backward_fake(

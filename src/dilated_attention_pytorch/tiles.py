@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.merge import accumulate_dtype, merge_
 from dilated_attention_pytorch.plan import Plan, TileFamily
 from dilated_attention_pytorch.problem import Problem
@@ -21,6 +23,10 @@ from dilated_attention_pytorch.spans import Span
 
 # A partial result of one kernel call has at most this many elements, or an eighth of the output if that is more.
 _SMALL_PART = 2**20
+
+
+# Of the query rows and key rows in two slices: what dropout multiplies their weights by, (U, heads, rows, keys).
+Factors = Callable[[slice, slice], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +39,13 @@ class TileKernel:
     ``backward(dout, q, k, v, out, lse, causal, scale) -> (dq, dk, dv)`` where ``out`` enters only through the row sums
     ``delta = (dout * out).sum(-1)`` and ``lse`` only through the weights ``exp(s - lse)``: both may come from a larger
     softmax of which the tile is a part.
+
+    Where a call has dropout, both get ``factors=`` as well; kernels without that argument refuse such calls beforehand.
     """
 
     name: str
-    forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,31 @@ class _Piece:
     def sum_members(self, dkv: Tensor) -> Tensor:
         """Undo the repetition of ``repeated_keys`` for a gradient."""
         return dkv.sum(1, keepdim=True) if len(self.heads) == 1 and len(self.members) > 1 else dkv
+
+    def dropout(self, dropout: Dropout | None, device: torch.device) -> dict[str, Factors]:
+        """The further argument of a kernel, if there is dropout."""
+        if dropout is None:
+            return {}
+        family = self.family
+
+        def column(values: range, *shape: int) -> Tensor:
+            return torch.arange(values.start, values.stop, values.step, device=device).view(shape)
+
+        unit, number = column(self.units, -1, 1, 1, 1), column(self.heads, 1, -1, 1, 1)
+        first = self._head(0) * self.group + self.members.start
+        head = first + (number - self.heads.start) * self._step * self.group
+        if len(self.heads) == 1:
+            head = first + column(range(len(self.members)), 1, -1, 1, 1)
+        sample = self.samples.start + unit // family.tiles
+        shift = unit % family.tiles * family.tile_step + number * family.head_row_step
+
+        def factors(rows: slice, keys: slice) -> Tensor:
+            i = column(range(rows.start, rows.stop), 1, 1, -1, 1) * family.row_stride + family.q_start + shift
+            j = column(range(keys.start, keys.stop), 1, 1, 1, -1) * family.row_stride + family.k_start + shift
+            some: Tensor = dropout.factors(sample, head, family.branch, i, j)
+            return some
+
+        return {"factors": factors}
 
     @property
     def _step(self) -> int:
@@ -147,7 +180,13 @@ def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
 
 
 def _accumulate(
-    plans: tuple[tuple[Span, Plan], ...], query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: TileKernel
+    plans: tuple[tuple[Span, Plan], ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    kernel: TileKernel,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor]:
     """``out (B, N, H, D)`` and ``lse (B, N, H)``, both in the accumulation type."""
     dtype = accumulate_dtype(query.dtype)
@@ -156,7 +195,8 @@ def _accumulate(
     for span, plan in plans:
         rows, columns = (span.samples, span.queries), (span.samples, span.keys)
         part = (query[rows], key[columns], value[columns], out[rows], lse_bnh[rows])
-        attend_(plan, *part, scale=scale, kernel=kernel, limit=part_limit(query))
+        placed = dropout and dropout.at(span.samples.start, span.keys.start)
+        attend_(plan, *part, scale=scale, kernel=kernel, dropout=placed, limit=part_limit(query))
     return out, lse_bnh
 
 
@@ -170,6 +210,7 @@ def attend_(
     *,
     scale: float,
     kernel: TileKernel,
+    dropout: Dropout | None,
     limit: int,
     packed: bool = False,
 ) -> None:
@@ -178,15 +219,22 @@ def attend_(
     group = query.shape[2] // key.shape[2]
     for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, tensors, packed):
         # A function of its own, so that no partial result outlives its merge.
-        _forward_piece_(piece, *tensors, scale, kernel)
+        _forward_piece_(piece, *tensors, scale, kernel, dropout)
 
 
 def forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, scale: float, kernel: TileKernel
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    kernel: TileKernel,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged."""
     query, scale, _ = positive_scale(query, scale)
-    out, lse_bnh = _accumulate(problem.plans(), query, key, value, scale, kernel)
+    out, lse_bnh = _accumulate(problem.plans(), query, key, value, scale, kernel, dropout)
     return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
 
 
@@ -199,9 +247,10 @@ def _forward_piece_(
     lse_bnh: Tensor,
     scale: float,
     kernel: TileKernel,
+    dropout: Dropout | None,
 ) -> None:
     q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
-    part, part_lse = kernel.forward(q, k, v, piece.family.causal, scale)
+    part, part_lse = kernel.forward(q, k, v, piece.family.causal, scale, **piece.dropout(dropout, q.device))
     if piece.family.zero_keys:
         with_zeros = torch.logaddexp(part_lse, torch.full_like(part_lse, piece.family.zero_keys).log())
         part = part * torch.exp(part_lse - with_zeros).unsqueeze(-1)
@@ -222,6 +271,7 @@ def backward(
     scale: float,
     detach_mixing: bool,
     kernel: TileKernel,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``: the gradients of all tiles, summed, given the merged ``out`` and ``lse``."""
     query, scale, sign = positive_scale(query, scale)
@@ -234,14 +284,16 @@ def backward(
     for part in alone if detach_mixing else [problem]:
         some, some_out = part.plans(), out
         if detach_mixing:
-            some_out = _accumulate(some, query, key, value, scale, kernel)[0].to(query.dtype)
+            some_out = _accumulate(some, query, key, value, scale, kernel, dropout)[0].to(query.dtype)
         for span, plan in some:
             rows, columns = (span.samples, span.queries), (span.samples, span.keys)
             by_row = dout[rows], some_out[rows], lse_bnh[rows]
             some_dlse = None if dlse_bnh is None else dlse_bnh[rows]
             qkv = query[rows], key[columns], value[columns]
             grads = dq[rows], dk[columns], dv[columns]
-            add_gradients_(plan, by_row, some_dlse, qkv, grads, scale=scale, kernel=kernel, limit=part_limit(query))
+            placed = dropout and dropout.at(span.samples.start, span.keys.start)
+            options: dict[str, Any] = {"scale": scale, "kernel": kernel, "dropout": placed, "limit": part_limit(query)}
+            add_gradients_(plan, by_row, some_dlse, qkv, grads, **options)
     if sign != 1.0:
         dq *= sign
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
@@ -256,6 +308,7 @@ def add_gradients_(
     *,
     scale: float,
     kernel: TileKernel,
+    dropout: Dropout | None,
     limit: int,
     packed: bool = False,
 ) -> None:
@@ -264,7 +317,7 @@ def add_gradients_(
     query, key, _ = qkv
     group = query.shape[2] // key.shape[2]
     for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, tensors, packed):
-        _backward_piece_(piece, *by_row, dlse_bnh, *qkv, grads, scale, kernel)
+        _backward_piece_(piece, *by_row, dlse_bnh, *qkv, grads, scale, kernel, dropout)
 
 
 def packed_views(plan: Plan, x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -291,10 +344,12 @@ def _backward_piece_(
     grads: tuple[Tensor, Tensor, Tensor],
     scale: float,
     kernel: TileKernel,
+    dropout: Dropout | None,
 ) -> None:
     q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
-    lse, causal = piece.queries(lse_bnh).contiguous(), piece.family.causal
-    _add_gradients_(piece, grads, kernel.backward(piece.queries(dout), q, k, v, piece.queries(out), lse, causal, scale))
+    lse, causal, more = piece.queries(lse_bnh).contiguous(), piece.family.causal, piece.dropout(dropout, q.device)
+    part = kernel.backward(piece.queries(dout), q, k, v, piece.queries(out), lse, causal, scale, **more)
+    _add_gradients_(piece, grads, part)
     if dlse_bnh is not None:
         # ds = p * dlse: the gradient of a tile with values 0 whose delta is -dlse.
         unit, minus_dlse, zeros = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(k)

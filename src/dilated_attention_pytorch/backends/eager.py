@@ -10,26 +10,27 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.request import DROPOUT_REASON, Request
-from dilated_attention_pytorch.tiles import TileKernel
+from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.tiles import Factors, TileKernel
 
 _MAX_SCORES = 2**25
+_MAX_FACTORS = 2**22  # the hash of dropout takes several 64-bit numbers per pair
 
 
 def why_not(request: Request) -> list[str]:
-    """Only dropout is refused."""
-    return [DROPOUT_REASON.format(p=request.dropout_p)] if request.dropout_p > 0.0 else []
+    """Nothing is refused."""
+    return []
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _blocks(q: Tensor, k: Tensor, causal: bool, scale: float) -> Iterator[tuple[slice, slice, Tensor]]:
+def _blocks(q: Tensor, k: Tensor, causal: bool, scale: float, most: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """Blocks of query rows with the keys they may see and their scores."""
     units, heads, rows, _ = q.shape
     dtype = _compute_dtype(q)
-    step = max(1, min(rows, _MAX_SCORES // max(1, units * heads * k.shape[2])))
+    step = max(1, min(rows, most // max(1, units * heads * k.shape[2])))
     for start in range(0, rows, step):
         block = slice(start, min(start + step, rows))
         seen = slice(0, block.stop if causal else k.shape[2])
@@ -40,29 +41,46 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, scale: float) -> Iterator[tuple[
         yield block, seen, scores
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, factors: Factors | None = None
+) -> tuple[Tensor, Tensor]:
     dtype = _compute_dtype(q)
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
-    for block, seen, scores in _blocks(q, k, causal, scale):
+    for block, seen, scores in _blocks(q, k, causal, scale, _MAX_SCORES if factors is None else _MAX_FACTORS):
         block_lse = torch.logsumexp(scores, -1)
         lse[:, :, block] = block_lse
         weights = scores.sub_(block_lse.unsqueeze(-1)).exp_()
+        if factors is not None:
+            weights.mul_(factors(block, seen))
         out[:, :, block] = torch.matmul(weights, v[:, :, seen].to(dtype))
     return out, lse
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    factors: Factors | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = _compute_dtype(q)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    for block, seen, scores in _blocks(q, k, causal, scale):
+    for block, seen, scores in _blocks(q, k, causal, scale, _MAX_SCORES if factors is None else _MAX_FACTORS):
         weights = scores.sub_(lse[:, :, block].unsqueeze(-1)).exp_()
         dout_block = dout[:, :, block].to(dtype)
         delta = (dout_block * out[:, :, block].to(dtype)).sum(-1, keepdim=True)
-        dv[:, :, seen] += torch.matmul(weights.transpose(-1, -2), dout_block)
-        dscores = torch.matmul(dout_block, v[:, :, seen].to(dtype).transpose(-1, -2)).sub_(delta).mul_(weights)
+        dweights = torch.matmul(dout_block, v[:, :, seen].to(dtype).transpose(-1, -2))
+        kept = weights
+        if factors is not None:
+            some = factors(block, seen)
+            kept, dweights = weights * some, dweights.mul_(some)
+        dv[:, :, seen] += torch.matmul(kept.transpose(-1, -2), dout_block)
+        dscores = dweights.sub_(delta).mul_(weights)
         dq[:, :, block] = torch.matmul(dscores, k[:, :, seen].to(dtype)).mul_(scale)
         dk[:, :, seen] += torch.matmul(dscores.transpose(-1, -2), q[:, :, block].to(dtype)).mul_(scale)
     return dq, dk, dv

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch import dropout
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.patterns import Dilated
 
 MAX_SCORES = 2**30  # B * H * N * M: 4 GiB in float32
@@ -28,7 +28,7 @@ def check_size(scores: int) -> None:
     if scores > MAX_SCORES:
         raise ValueError(
             f"the reference backend materialises all scores and takes at most {MAX_SCORES} (B*H*N*M), got {scores}; "
-            "use another backend (dropout_p=0 lets backend='auto' find one) or a shorter sequence"
+            "use another backend (backend='auto' finds one) or a shorter sequence"
         )
 
 
@@ -128,7 +128,8 @@ def attend(
                 part = _with_detached_mixing(part, pattern, branch, i, m, heads, key_heads, is_causal, lse)
             if dropout_p > 0.0:
                 assert seed is not None
-                part = part * _kept(seed, branch, i, j, query.shape[0], heads, dropout_p, first_sample, first_row)
+                dropout = Dropout(dropout_p, seed.to(i.device), first_sample, first_row)
+                part = part * _kept(dropout, branch, i, j, query.shape[0], heads)
             p = p + part
     with _full_precision(query):
         out = torch.einsum("bhnm,bmhd->bnhd", p, value.repeat_interleave(heads // key_heads, dim=2))
@@ -155,12 +156,9 @@ def _with_detached_mixing(
     return own_softmax * alpha.detach()
 
 
-def _kept(
-    seed: Tensor, branch: int, i: Tensor, j: Tensor, batch: int, heads: int, p: float, first_sample: int, first_row: int
-) -> Tensor:
+def _kept(dropout: Dropout, branch: int, i: Tensor, j: Tensor, batch: int, heads: int) -> Tensor:
     """1 / (1 - p) where the pair is kept, else 0: (B, H, N, M)."""
-    b = torch.arange(first_sample, first_sample + batch, device=i.device)[:, None, None, None]
+    b = torch.arange(batch, device=i.device)[:, None, None, None]
     h = torch.arange(heads, device=i.device)[None, :, None, None]
-    word = dropout.words(seed.to(i.device), b, h, branch, i + first_row, j + first_row)
-    kept: Tensor = word >= dropout.threshold(p)
-    return kept / (1.0 - p)
+    kept: Tensor = dropout.factors(b, h, branch, i, j)
+    return kept

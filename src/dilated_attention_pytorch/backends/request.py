@@ -26,6 +26,5 @@ class Request:
 
 
 DROPOUT_REASON = (
-    "dropout is not supported (dropout_p = {p}); use backend='triton' on a GPU, backend='reference' for short sequences, "
-    "or dropout_p=0"
+    "dropout is not supported (dropout_p = {p}); use backend='triton' on a GPU, backend='eager' elsewhere, or dropout_p=0"
 )

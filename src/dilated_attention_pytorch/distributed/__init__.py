@@ -1,6 +1,7 @@
-"""Sequences sharded over ranks: ``attention(..., group=...)``, and functions to shard and to gather."""
+"""Sequences sharded over ranks: ``attention(..., group=...)``, functions to shard and to gather, and a simulation."""
 
 from dilated_attention_pytorch.distributed.sequence import gather_sequence, shard_sequence
 from dilated_attention_pytorch.distributed.shards import Shards
+from dilated_attention_pytorch.distributed.simulation import RankMemory, simulate_ring
 
-__all__ = ["Shards", "gather_sequence", "shard_sequence"]
+__all__ = ["RankMemory", "Shards", "gather_sequence", "shard_sequence", "simulate_ring"]

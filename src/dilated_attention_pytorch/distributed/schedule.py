@@ -89,6 +89,11 @@ class Schedule:
         numbers = tuple(tuple(n for n in some if self.groups[n].branch == branch) for some in self.groups_of)
         return replace(self, groups_of=numbers, branch=branch)
 
+    @property
+    def active_groups(self) -> Iterator[Group]:
+        """The groups of the branches that count."""
+        return (group for group in self.groups if self.branch in (None, group.branch))
+
     def local(self, rank: int) -> Iterator[tuple[int, int, Plan]]:
         """Tiles of a rank's own queries and keys: chunk of the queries, chunk of the keys, plan."""
         chunks = self.shards.chunks[rank]

@@ -10,15 +10,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilated_attention_pytorch.distributed.executor import resolve_group
 from dilated_attention_pytorch.distributed.shards import Shards
+from dilated_attention_pytorch.distributed.transport import resolve_group
 
 
-def _rows(shards: Shards, device: torch.device) -> list[Tensor]:
-    """By rank: the positions of its rows."""
-    return [
-        torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks]) for chunks in shards.chunks
-    ]
+def rows_of(shards: Shards, rank: int, device: torch.device) -> Tensor:
+    """The positions of a rank's rows."""
+    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in shards.chunks[rank]])
 
 
 def shard_sequence(x: Tensor, group: dist.ProcessGroup | DeviceMesh, *, layout: str = "contiguous", dim: int = 1) -> Tensor:
@@ -28,9 +26,7 @@ def shard_sequence(x: Tensor, group: dist.ProcessGroup | DeviceMesh, *, layout: 
     """
     group = resolve_group(group)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    n = x.shape[dim]
-    shards = Shards.of([n // world + (p < n % world) for p in range(world)], layout)
-    return x.index_select(dim, _rows(shards, x.device)[rank])
+    return x.index_select(dim, rows_of(Shards.even(x.shape[dim], world, layout), rank, x.device))
 
 
 class _Gather(torch.autograd.Function):
@@ -39,7 +35,7 @@ class _Gather(torch.autograd.Function):
         lengths = [torch.zeros((), dtype=torch.int64, device=x.device) for _ in range(dist.get_world_size(group))]
         dist.all_gather(lengths, torch.tensor(x.shape[dim], device=x.device), group=group)
         shards = Shards.of([int(n) for n in lengths], layout)
-        rows = _rows(shards, x.device)
+        rows = [rows_of(shards, rank, x.device) for rank in range(shards.world_size)]
         # Collectives want equal sizes: every rank sends as many rows as the longest has.
         longest = max(map(len, rows))
         padded = x.new_zeros((longest, *x.movedim(dim, 0).shape[1:]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -30,6 +30,10 @@ class Shards:
     """
 
     chunks: tuple[tuple[range, ...], ...]
+    length: int = field(init=False, repr=False, compare=False)  # positions of the whole sequence
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", sum(map(self.rows, range(self.world_size))))
 
     @staticmethod
     def of(lengths: Sequence[int], layout: str) -> Shards:
@@ -45,15 +49,19 @@ class Shards:
         halves = [range(end - n, end) for n, end in zip(sizes, ends, strict=True)]
         return Shards(tuple((halves[p], halves[-1 - p]) for p in range(len(lengths))))
 
+    @staticmethod
+    def even(length: int, world_size: int, layout: str) -> Shards:
+        """A sequence of this length in shards that differ by at most one row, the longer ones first."""
+        return Shards.of([length // world_size + (p < length % world_size) for p in range(world_size)], layout)
+
+    def rows(self, rank: int) -> int:
+        """How many rows a rank holds."""
+        return sum(map(len, self.chunks[rank]))
+
     @property
     def world_size(self) -> int:
         """The number of ranks."""
         return len(self.chunks)
-
-    @property
-    def length(self) -> int:
-        """Positions of the whole sequence."""
-        return sum(len(chunk) for chunks in self.chunks for chunk in chunks)
 
     def within(self, rows: range) -> Shards:
         """The parts inside a range of rows, counted from its start: a document of a packed batch.

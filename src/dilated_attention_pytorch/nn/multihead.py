@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.api import attention_weights
+from dilated_attention_pytorch.checks import check_no_sharding
 from dilated_attention_pytorch.nn.dilated import DilatedAttention
+from dilated_attention_pytorch.nn.ring import RingDilatedAttention
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dilated_attention_pytorch.distributed.shards import Shards
 
 MAX_WEIGHTS = 2**26  # B * H * N * M that need_weights=True returns: 256 MiB in float32
 
@@ -38,6 +46,9 @@ class MultiheadDilatedAttention(nn.Module):
         kdim, vdim: embedding sizes of key and value if they differ.
         softmax_scale: of the scores; ``head size ** -0.5`` by default.
         backend: see ``attention``.
+        group: ranks over which the sequence is sharded, see ``attention``: query, key and value are then this rank's rows,
+            ``lengths`` counts positions of the whole sequence, and the weights cannot be asked for.
+        layout, bucket_size, transport, comm_dtype: with ``group``, how rows travel, see ``attention``.
 
     >>> module = MultiheadDilatedAttention(512, 8, segment_lengths=[256, 512], dilation_rates=[1, 2])
     >>> x = torch.randn(1, 1000, 512)
@@ -67,6 +78,11 @@ class MultiheadDilatedAttention(nn.Module):
         mixing_gradient: str = "exact",
         softmax_scale: float | None = None,
         backend: str = "auto",
+        group: ProcessGroup | DeviceMesh | None = None,
+        layout: str | Shards = "contiguous",
+        bucket_size: int | None = None,
+        transport: str = "auto",
+        comm_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -86,16 +102,36 @@ class MultiheadDilatedAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.batch_first = batch_first
         self.gamma_init = gamma_init
-        self.attention = DilatedAttention(
-            segment_lengths,
-            dilation_rates,
-            softmax_scale,
-            dropout,
-            offsets,
-            backend,
-            torchscale_padding=torchscale_padding,
-            mixing_gradient=mixing_gradient,
-        )
+        sharding: dict[str, Any] = {
+            "layout": layout, "bucket_size": bucket_size, "transport": transport, "comm_dtype": comm_dtype
+        }  # fmt: skip
+        self.attention: DilatedAttention | RingDilatedAttention
+        if group is None:
+            check_no_sharding(**sharding)
+            self.attention = DilatedAttention(
+                segment_lengths,
+                dilation_rates,
+                softmax_scale,
+                dropout,
+                offsets,
+                backend,
+                torchscale_padding=torchscale_padding,
+                mixing_gradient=mixing_gradient,
+            )
+        else:
+            if torchscale_padding:
+                raise ValueError("a sharded sequence has no torchscale_padding; leave it out, or leave out group")
+            self.attention = RingDilatedAttention(
+                segment_lengths,
+                dilation_rates,
+                group=group,
+                attention_dropout=dropout,
+                offsets=offsets,
+                softmax_scale=softmax_scale,
+                mixing_gradient=mixing_gradient,
+                backend=backend,
+                **sharding,
+            )
         self.attention.pattern.check_key_heads(num_kv_heads)
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, embed_dim, **options)
@@ -182,7 +218,10 @@ class MultiheadDilatedAttention(nn.Module):
         q = self._heads(query, self.q_proj, self.num_heads)
         k = self._heads(key, self.k_proj, self.num_kv_heads)
         v = self._heads(value, self.v_proj, self.num_kv_heads)
+        if need_weights:
+            self._check_one_device("need_weights=True")
         if key_padding_mask is not None:
+            self._check_one_device("key_padding_mask")
             if lengths is not None:
                 raise ValueError("key_padding_mask and lengths say the same thing; pass one of them")
             lengths = _lengths_from_mask(key_padding_mask, k.shape[0], k.shape[1])
@@ -224,6 +263,7 @@ class MultiheadDilatedAttention(nn.Module):
         >>> module.attention_map(x, x, query_rows=[0, -1]).shape
         torch.Size([1, 4, 2, 1000])
         """
+        self._check_one_device("attention_map")
         self._check_embeddings(query, key, None)
         unbatched = query.dim() == 2
         if unbatched:
@@ -233,6 +273,14 @@ class MultiheadDilatedAttention(nn.Module):
         k = self._heads(key, self.k_proj, self.num_kv_heads)
         weights = self._weights(q, k, query_rows, is_causal, lengths)
         return weights.squeeze(0) if unbatched else weights
+
+    def _check_one_device(self, what: str) -> None:
+        if not isinstance(self.attention, DilatedAttention):
+            message = (
+                f"{what} needs the whole sequence, of which a rank has a shard; use lengths for padding, and "
+                "attention_weights on gathered tensors (distributed.gather_sequence) for weights"
+            )
+            raise ValueError(message)  # noqa: TRY004
 
     def _weights(
         self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool, lengths: Tensor | None

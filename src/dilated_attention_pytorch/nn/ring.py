@@ -6,15 +6,19 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.api import attention
+from dilated_attention_pytorch.backends import check_name
 from dilated_attention_pytorch.checks import check_options
 from dilated_attention_pytorch.patterns import Dilated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from dilated_attention_pytorch.distributed.shards import Shards
 
 
 class RingDilatedAttention(nn.Module):
@@ -23,8 +27,9 @@ class RingDilatedAttention(nn.Module):
     Args:
         segment_lengths, dilation_rates, offsets: the pattern, see ``Dilated``.
         group: see ``attention``; by default all ranks of the job.
-        layout: ``"contiguous"`` or ``"zigzag"``, see ``attention``.
-        softmax_scale, mixing_gradient: ``scale`` and ``mixing_gradient`` of ``attention``.
+        bucket_size, layout, transport, comm_dtype: how rows travel, see ``attention``.
+        attention_dropout: ``dropout_p`` of ``attention``, in training only; the seed is drawn by the group's first rank.
+        softmax_scale, mixing_gradient, backend: ``scale``, ``mixing_gradient`` and ``backend`` of ``attention``.
     """
 
     def __init__(
@@ -33,19 +38,30 @@ class RingDilatedAttention(nn.Module):
         dilation_rates: Sequence[int],
         *,
         group: ProcessGroup | DeviceMesh | None = None,
-        layout: str = "contiguous",
+        bucket_size: int | None = None,
+        layout: str | Shards = "contiguous",
+        transport: str = "auto",
+        comm_dtype: torch.dtype | None = None,
+        attention_dropout: float = 0.0,
         offsets: str | Sequence[int] = "interleaved",
         softmax_scale: float | None = None,
         mixing_gradient: str = "exact",
+        backend: str = "auto",
     ) -> None:
-        from dilated_attention_pytorch.distributed.shards import check_layout  # imports torch.distributed
+        from dilated_attention_pytorch.distributed.ring import check_sharding  # imports torch.distributed
 
         super().__init__()
-        check_layout(layout)
+        check_name(backend)
+        check_sharding(layout, bucket_size, transport, comm_dtype)
         self.pattern = Dilated(segment_lengths, dilation_rates, offsets)
-        check_options(softmax_scale, 0.0, mixing_gradient)
+        check_options(softmax_scale, attention_dropout, mixing_gradient)
         self.group = group
+        self.bucket_size = bucket_size
         self.layout = layout
+        self.transport = transport
+        self.comm_dtype = comm_dtype
+        self.attention_dropout = attention_dropout
+        self.backend = backend
         self.softmax_scale = softmax_scale
         self.mixing_gradient = mixing_gradient
 
@@ -69,8 +85,10 @@ class RingDilatedAttention(nn.Module):
                 "torch.distributed.init_process_group(), or use DilatedAttention on one device"
             )
         return attention(
-            query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale, lengths=lengths,
-            cu_seqlens=cu_seqlens, mixing_gradient=self.mixing_gradient, group=group, layout=self.layout,
+            query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale,
+            dropout_p=self.attention_dropout if self.training else 0.0, lengths=lengths, cu_seqlens=cu_seqlens,
+            mixing_gradient=self.mixing_gradient, backend=self.backend, group=group, layout=self.layout,
+            bucket_size=self.bucket_size, transport=self.transport, comm_dtype=self.comm_dtype,
         )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingDilatedAttention:
@@ -85,5 +103,6 @@ class RingDilatedAttention(nn.Module):
         """The pattern, for ``print(module)``."""
         return (
             f"segment_lengths={self.pattern.segment_lengths}, dilation_rates={self.pattern.dilation_rates}, "
-            f"offsets={self.pattern.offsets!r}, layout={self.layout!r}"
+            f"offsets={self.pattern.offsets!r}, layout={self.layout!r}, "
+            f"bucket_size={self.bucket_size}, transport={self.transport!r}, attention_dropout={self.attention_dropout}"
         )

@@ -1,0 +1,189 @@
+"""Sharded sequences on a CPU: memory and traffic per rank, and the speed of two ranks against one.
+
+    python benchmarks/ring.py [memory] [traffic] [speed] [--docs]
+
+Each part that is named (all by default) replaces its section of results/ring_cpu.json; ``--docs`` makes the plot and the
+tables of docs/distributed.md from that file. ``speed`` wants two idle cores and some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch import Dilated, attention
+from dilated_attention_pytorch.distributed import Shards, shard_sequence, simulate_ring
+from dilated_attention_pytorch.distributed.route import default_bucket_size
+from dilated_attention_pytorch.distributed.schedule import make_schedule
+from dilated_attention_pytorch.measure import peak_extra_bytes
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "ring_cpu.json"
+HEADS, HEAD_DIM = 8, 64
+CPU = torch.device("cpu")
+
+
+def inputs(n: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, n, HEADS, HEAD_DIM, generator=generator) for _ in range(3)]
+
+
+def spawn(work, world: int, *arguments) -> list:
+    """What ``work(rank, ...)`` returns on every rank, each with one thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_run, (work, world, folder, arguments), nprocs=world)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def _run(rank: int, work, world: int, folder: str, arguments) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    Path(folder, f"{rank}.json").write_text(json.dumps(work(rank, *arguments)))
+    dist.destroy_process_group()
+
+
+# Memory: the same sequence on ever more ranks.
+MEMORY_TOKENS = 65536
+MEMORY_PATTERN = Dilated([2048, 8192, 32768, 131072], [1, 4, 16, 64])
+
+
+def real_memory(rank: int) -> int:
+    mine = [shard_sequence(x, dist.group.WORLD) for x in inputs(MEMORY_TOKENS)]
+    return peak_extra_bytes(lambda: attention(*mine, MEMORY_PATTERN, group=dist.group.WORLD, transport="ring"), CPU)
+
+
+def memory() -> list[dict]:
+    rows = []
+    for world in (1, 2, 4, 8):
+        shards = Shards.even(MEMORY_TOKENS, world, "contiguous")
+        unit = shards.rows(0) * HEADS * HEAD_DIM * 4  # one shard of q; in float32 the partial result is the output
+        bucket = 2 * default_bucket_size(shards) * HEADS * HEAD_DIM * 4 if world > 1 else 0
+        _, _, told = simulate_ring(*inputs(MEMORY_TOKENS), MEMORY_PATTERN, world)
+        simulated = max(m.query + m.key_value + m.buffers + m.partials for m in told)
+        real = 3 * unit + max(spawn(real_memory, world))
+        target = 4 * unit + 2 * bucket
+        rows.append({"ranks": world, "target_bytes": target, "simulated_bytes": simulated, "real_bytes": real})
+        rows[-1] |= {"simulated_ratio": simulated / target, "real_ratio": real / target}
+        print(rows[-1])
+    return rows
+
+
+# Traffic: the paper's setting, 8,192 tokens per rank, segments up to the whole sequence.
+TOKENS_PER_RANK = 8192
+
+
+def traffic() -> dict:
+    rows = []
+    for world in (8, 64, 512, 4096):
+        n = TOKENS_PER_RANK * world
+        count = next(i for i in range(99) if 2048 * 4**i >= n) + 1
+        pattern = Dilated([2048 * 4**i for i in range(count)], [4**i for i in range(count)])
+        for layout in ("contiguous", "zigzag"):
+            shards = Shards.even(n, world, layout)
+            start = time.perf_counter()
+            schedule = make_schedule(pattern, shards, HEADS, is_causal=False)
+            received = [schedule.bytes(rank, head_dim=HEAD_DIM, element_size=2) for rank in range(world)]
+            seconds = time.perf_counter() - start
+            branches = {}
+            for branch, (w, r) in enumerate(pattern.branches):
+                only = schedule.only(branch)
+                some = [only.bytes(rank, head_dim=HEAD_DIM, element_size=2) for rank in range(world)]
+                if any(some):
+                    branches[f"{w}/{r}"] = {"most": max(some), "mean": statistics.mean(some)}
+            dense = (n - TOKENS_PER_RANK) * HEADS * HEAD_DIM * 2 * 2
+            rows.append({
+                "ranks": world, "layout": layout, "tokens": n, "bytes_most": max(received),
+                "bytes_mean": statistics.mean(received), "dense_ring_bytes": dense, "ratio": dense / max(received),
+                "schedule_seconds": seconds, "branches": branches,
+            })  # fmt: skip
+            print({key: x for key, x in rows[-1].items() if key != "branches"})
+    return {"tokens_per_rank": TOKENS_PER_RANK, "heads": HEADS, "head_dim": HEAD_DIM, "element_size": 2, "rows": rows}
+
+
+# Speed: two ranks with one thread each against one.
+SPEED_TOKENS = 65536
+SPEED_PATTERN = Dilated([2048, 8192, 32768, 65536], [1, 2, 4, 8])
+
+
+def seconds(rank: int, world: int) -> float:
+    mine = [shard_sequence(x, dist.group.WORLD).requires_grad_() for x in inputs(SPEED_TOKENS)]
+    dout = shard_sequence(inputs(SPEED_TOKENS)[0], dist.group.WORLD)
+
+    def call(pattern: Dilated) -> None:
+        torch.autograd.grad(attention(*mine, pattern, group=dist.group.WORLD), mine, dout)
+
+    call(Dilated([256, SPEED_TOKENS], [1, 64]))  # threads, connections and caches
+    dist.barrier()
+    start = time.perf_counter()
+    call(SPEED_PATTERN)
+    return time.perf_counter() - start
+
+
+def speed() -> dict:
+    times: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(2):  # in turn, so that other load on the machine meets both
+        for world, some in times.items():
+            some.append(max(spawn(seconds, world, world)))
+            print(f"{world} rank(s): {some[-1]:.2f} s")
+    one, two = min(times[1]), min(times[2])
+    return {"tokens": SPEED_TOKENS, "pattern": SPEED_PATTERN.spec, "seconds": times, "speedup": one / two}
+
+
+def docs(results: dict) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "ring"}
+    rows = [row for row in results["traffic"]["rows"] if row["layout"] == "contiguous"]
+    ranks = [row["ranks"] for row in rows]
+    figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    axes.loglog(ranks, [row["dense_ring_bytes"] / 2**20 for row in rows], "o-", color="#999999", label="dense ring")
+    axes.loglog(ranks, [row["bytes_most"] / 2**20 for row in rows], "o-", color="#1f77b4", label="dilated, all branches")
+    axes.set_xticks(ranks, [f"{p:,}" for p in ranks])
+    axes.minorticks_off()
+    axes.set_xlabel("ranks, 8,192 tokens each")
+    axes.set_ylabel("MiB received per rank")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(ROOT / "docs" / "ring_traffic.svg", metadata={"Date": None})
+    for row in rows:
+        spanning = ", ".join(f"{x['most'] / 2**20:.2f}" for x in row["branches"].values())
+        print(
+            f"| {row['ranks']:,} | {row['tokens']:,} | {spanning} | {row['bytes_most'] / 2**20:.1f} | "
+            f"{row['dense_ring_bytes'] / 2**20:,.0f} | {row['ratio']:,.0f} |"
+        )
+    for row in results["memory"]:
+        numbers = [row["target_bytes"], row["simulated_bytes"], row["real_bytes"]]
+        print(f"| {row['ranks']} | " + " | ".join(f"{x / 2**20:.1f}" for x in numbers) + f" | {row['real_ratio']:.2f} |")
+
+
+def main() -> None:
+    parts = {"memory": memory, "traffic": traffic, "speed": speed}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
+    parser.add_argument("--docs", action="store_true")
+    options = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in options.parts or ([] if options.docs else parts):
+        results[name] = parts[name]()
+        results["machine"] = {"cpu": platform.machine(), "cores": torch.get_num_threads(), "torch": torch.__version__}
+        results["version"] = dilated_attention_pytorch.__version__
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    if options.docs:
+        docs(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Several ranks on one GPU, over gloo and pinned host memory: time, copies, and the difference from one rank.
+
+    PYTHONPATH=src python3 benchmarks/ring_gpu.py [--tokens 262144 1048576] [--ranks 2 4] [--out FILE]
+
+``single`` is the same work in one process without a group, through the same tile kernel. ``copies`` is the time of all
+messages of a forward and a backward without any computation. Ranks of one GPU share its time, so at best ``seconds`` is
+``single``. ``difference`` is the largest relative one of out, dq, dk and dv from ``single``, over sampled rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch import Dilated, attention
+from dilated_attention_pytorch.backends import sdpa
+from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.distributed import Shards
+from dilated_attention_pytorch.distributed.executor import Exchange, Job
+from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
+from dilated_attention_pytorch.distributed.transport import Wire
+
+GPU = torch.device("cuda")
+HEADS, HEAD_DIM, SAMPLES = 8, 64, 512
+LONGNET = "w = 2048 * 4**i, r = 4**i"
+
+
+def settings(n: int) -> dict[str, Dilated]:
+    rates = [4**i for i in range(20) if 2048 * 4 ** (i - 1) < n]
+    one = {f"w = N, r = {r}": Dilated([n], [r]) for r in (1, 2, 4)}
+    return {**one, LONGNET: Dilated([2048 * r for r in rates], rates)}
+
+
+def whole(n: int) -> list[torch.Tensor]:
+    """Query, key, value and the output's gradient, the same on every rank."""
+    generator = torch.Generator(GPU).manual_seed(0)
+    shape = (1, n, HEADS, HEAD_DIM)
+    return [torch.randn(shape, generator=generator, device=GPU, dtype=torch.bfloat16) for _ in range(4)]
+
+
+def timed(call, world: int) -> tuple[float, list[torch.Tensor]]:
+    torch.cuda.synchronize()
+    if world > 1:
+        dist.barrier()
+    start = time.perf_counter()
+    result = call()
+    torch.cuda.synchronize()
+    if world > 1:
+        dist.barrier()
+    return time.perf_counter() - start, result
+
+
+def copies(pattern: Dilated, shards: Shards, rank: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """The messages of a forward and of a backward, and nothing else."""
+    route = make_route(
+        pattern, shards, rank, 1, HEADS, is_causal=False, bucket_size=default_bucket_size(shards)
+    )  # as attention makes it
+    wire = Wire(dist.group.WORLD, GPU)
+    job = Job(route, (), wire, 1, 1.0, sdpa.kernel(Request.of(key, 0.0)), torch.float32, None)
+    for _ in Exchange(job, route, key, value, gradients=False).received():
+        pass
+    dk, dv = (torch.zeros(x.shape, device=GPU) for x in (key, value))
+    exchange = Exchange(job, route, key, value, gradients=True)
+    for tick, _ in exchange.received():
+        exchange.send_home(tick, dk, dv)
+    exchange.finish(dk, dv)
+
+
+def work(rank: int, world: int, folder: str, lengths: list[int]) -> None:
+    if world > 1:
+        timeout = timedelta(seconds=120)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world, timeout=timeout
+        )
+    found = []
+    for n in sorted(lengths):
+        shards = Shards.even(n, world, "contiguous")
+        (mine,) = shards.chunks[rank]
+        q, k, v, dout = (x[:, mine.start : mine.stop].clone() for x in whole(n))
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        options = {"backend": "sdpa"} | ({"group": dist.group.WORLD, "transport": "ring"} if world > 1 else {})
+        # Sampled over the whole sequence; a rank keeps its own.
+        sample = torch.linspace(0, n - 1, SAMPLES).long()
+        rows = sample[(sample >= mine.start) & (sample < mine.stop)] - mine.start
+        for number, (name, pattern) in enumerate(settings(n).items()):
+
+            def call(pattern=pattern, inputs=inputs, dout=dout, options=options) -> list[torch.Tensor]:
+                out = attention(*inputs, pattern, **options)
+                return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+            if n < 2**20 or name != "w = N, r = 1":  # which takes seconds, so that its first call is as good as the second
+                call()
+            seconds, result = timed(call, world)
+            row = {"tokens": n, "ranks": world, "number": number, "setting": name, "seconds": seconds}
+            if world > 1:
+                arguments = (pattern, shards, rank, k.detach(), v.detach())
+                copies(*arguments)
+                row["copy_seconds"], _ = timed(lambda arguments=arguments: copies(*arguments), world)
+            found.append(row)
+            torch.save([x[0, rows.to(GPU)].float().cpu() for x in result], f"{folder}/{world}.{rank}.{n}.{number}.pt")
+            if rank == 0:
+                print(json.dumps(row), flush=True)
+            del result
+    if rank == 0:
+        Path(folder, f"{world}.json").write_text(json.dumps(found))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def rows_of(folder: str, row: dict, world: int) -> list[torch.Tensor]:
+    parts = [torch.load(f"{folder}/{world}.{rank}.{row['tokens']}.{row['number']}.pt") for rank in range(world)]
+    return [torch.cat(some) for some in zip(*parts, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2**18, 2**20])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    table = []
+    with tempfile.TemporaryDirectory() as folder:
+        for world in (1, *options.ranks):
+            mp.spawn(work, (world, folder, options.tokens), nprocs=world)
+            table += json.loads(Path(folder, f"{world}.json").read_text())
+        by_name = {(row["tokens"], row["ranks"], row["setting"]): row for row in table}
+        for row in table:
+            single = by_name[row["tokens"], 1, row["setting"]]
+            dense = by_name[row["tokens"], row["ranks"], "w = N, r = 1"]
+            row["times_faster_than_dilation_1"] = dense["seconds"] / row["seconds"]
+            if row["ranks"] > 1:
+                row["single_seconds"] = single["seconds"]
+                row["over_single_and_copies"] = row["seconds"] / (single["seconds"] + row["copy_seconds"])
+                pairs = zip(rows_of(folder, row, row["ranks"]), rows_of(folder, row, 1), strict=True)
+                row["differences"] = [float((a - e).norm() / e.norm()) for a, e in pairs]
+    print("| tokens | ranks | setting | seconds | x dilation 1 | single | copies | over both | difference |")
+    for row in table:
+        shown = f"| {row['tokens']:,} | {row['ranks']} | {row['setting']} | {row['seconds']:.3f} | "
+        shown += f"{row['times_faster_than_dilation_1']:.1f} | "
+        if row["ranks"] > 1:
+            shown += f"{row['single_seconds']:.3f} | {row['copy_seconds']:.3f} | {row['over_single_and_copies']:.2f} | "
+            shown += f"{max(row['differences']):.1e} |"
+            # Two roundings to bfloat16 of the same numbers.
+            assert max(row["differences"]) < 2e-2, row
+        print(shown)
+    if options.out is not None:
+        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        results = {"machine": machine, "version": dilated_attention_pytorch.__version__, "rows": table}
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

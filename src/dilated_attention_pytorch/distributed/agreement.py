@@ -1,0 +1,123 @@
+"""What all ranks must have in common, compared before anything else is sent.
+
+Every call sends one small tensor: the number of this rank's rows, a seed and a hash of everything else. Nobody can leave it
+out because his own arguments did not change: those of another may have. Only if hashes differ, or a rank refuses its
+arguments, are the facts themselves exchanged, and every rank raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass, fields
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from dilated_attention_pytorch.distributed.transport import backend_for, failure
+
+# Hashes that the ranks of a group have agreed on; they are asked only where all lengths are known beforehand.
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The arguments of a call that decide, with the rows of every rank, what travels and what is computed."""
+
+    version: str
+    device: str
+    dtype: str
+    batch: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    requires_grad: bool
+    pattern: str
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    seed: int | None
+    lengths: tuple[int, ...] | None
+    cu_seqlens: tuple[int, ...] | None
+    mixing_gradient: str
+    backend: str
+    return_lse: bool
+    layout: Any
+    bucket_size: int | None
+    transport: str
+    comm_dtype: str
+
+    @property
+    def hash(self) -> int:
+        """63 bits, the same in every process."""
+        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
+
+
+def agree(group: dist.ProcessGroup, facts: Facts, rows: int, seed: int) -> tuple[list[int], int]:
+    """The rows of every rank, and the seed of the first; the same ValueError on every rank if facts differ."""
+    everyone = _gather(group, [rows, seed, facts.hash])
+    if any(other[2] != everyone[0][2] or other[0] < 0 for other in everyone):
+        _raise(_gather_objects(group, facts))
+    return [other[0] for other in everyone], everyone[0][1]
+
+
+def agree_once(group: dist.ProcessGroup, facts: Facts, rows: int) -> None:
+    """The same for ranks that know the rows of all: nothing is sent if they have agreed before."""
+    known = _agreed.setdefault(group, set())
+    if facts.hash not in known:
+        agree(group, facts, rows, 0)
+        known.add(facts.hash)
+
+
+def refuse(group: dist.ProcessGroup, mistake: Exception) -> None:
+    """Tell the others that this rank is about to raise, so that they do not wait for it."""
+    _gather(group, [-1, 0, 0])
+    _gather_objects(group, str(mistake))
+
+
+def _gather(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
+    # NCCL alone has no CPU tensors.
+    device = "cpu" if backend_for("cpu", group) else dist.get_backend_config(group).split(":")[0]
+    mine = torch.tensor(numbers, device=device)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    try:
+        dist.all_gather(parts, mine, group=group)
+    except RuntimeError as error:
+        raise failure(f"rank {dist.get_rank(group)} could not compare its arguments with the others", error) from error
+    return torch.stack(parts).tolist()
+
+
+def _gather_objects(group: dist.ProcessGroup, mine: Facts | str) -> list[Facts | str]:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _raise(everyone: list[Facts | str]) -> None:
+    refusals = [f"rank {rank} refused its arguments: {x}" for rank, x in enumerate(everyone) if isinstance(x, str)]
+    raise ValueError("; ".join(refusals) or differences([x for x in everyone if isinstance(x, Facts)]))
+
+
+def differences(everyone: list[Facts]) -> str:
+    """What differs, field by field, and on which ranks."""
+    lines = []
+    for field in fields(Facts):
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank, facts in enumerate(everyone):
+            ranks[_short(repr(getattr(facts, field.name)))].append(rank)
+        if len(ranks) > 1:
+            lines.append(f"  {field.name}: " + ", ".join(f"{value} on {_named(some)}" for value, some in ranks.items()))
+    return "all ranks must call with the same arguments, apart from the rows of their tensors; these differ:\n" + "\n".join(
+        lines
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:160]} ... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def _named(ranks: list[int]) -> str:
+    few = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {few}" if len(ranks) == 1 else f"ranks {few}"

@@ -1,0 +1,166 @@
+"""Messages between ranks: posting them, waiting for them, and saying which one failed.
+
+Tensors are sent from where they lie, with one exception: a group that has only gloo for CUDA tensors (several ranks on one
+GPU, or no fast interconnect) gets them through pinned host memory. The copies have streams of their own, so that they run
+while tiles are computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dilated_attention_pytorch.distributed.route import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A message as a flat tensor, on its way to or from another rank of the group."""
+
+    message: Message
+    what: str  # for errors
+    peer: int
+    rows: Tensor
+    pack: Callable[[], None] | None = None  # fills ``rows`` before they are sent
+
+
+class Transport(Protocol):
+    """Moves parcels; ``Wire`` between processes, ``simulation.Shelf`` within one."""
+
+    lag: int  # ticks by which a gradient is sent later than it is computed
+
+    def now(self) -> Any:
+        """What has been computed so far."""
+
+    def start(self, sends: list[Parcel], receives: list[Parcel], after: Any) -> Callable[[], None]:
+        """Start sending and receiving once ``after`` has been computed; the function returned waits for the end."""
+
+
+def resolve_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
+    """The process group over whose ranks a sequence is sharded."""
+    if isinstance(group, DeviceMesh):
+        names = group.mesh_dim_names or ()
+        if group.ndim == 1:
+            return group.get_group()
+        if "cp" in names:
+            return group.get_group("cp")
+        raise ValueError(
+            f"a device mesh must have one dimension or one named 'cp' (context parallel), got {group.ndim} dimensions "
+            f"named {names}; pass mesh['name']"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {group!r} (this rank may not be a member)")
+    return group
+
+
+def backend_for(device: str, group: dist.ProcessGroup) -> str | None:
+    """The backend of a group for tensors of a device, ``"nccl"`` for example, or None."""
+    pairs = (entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
+    return dict(pairs).get(device)
+
+
+def failure(what: str, error: RuntimeError) -> RuntimeError:
+    """The error to raise for one of PyTorch's; what to do depends on what it says."""
+    if "Duplicate GPU" in str(error):
+        return RuntimeError(
+            "NCCL wants a GPU for every rank, and two ranks of this group share one. Start as many ranks as there are GPUs "
+            "(torchrun --nproc-per-node) with torch.cuda.set_device(LOCAL_RANK), or call init_process_group('gloo'), which "
+            f"sends through host memory ({what})"
+        )
+    return RuntimeError(
+        f"{what}: {error}. A rank may have died or stalled longer than the group's timeout. No result was returned; once "
+        "all ranks have called destroy_process_group() and init_process_group() again, the call can be repeated"
+    )
+
+
+class Wire:
+    """The processes of a group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        backend = backend_for(device.type, group)
+        if backend is None:
+            raise ValueError(
+                f"the group has no backend for {device.type} tensors ({dist.get_backend_config(group)}); use "
+                "init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        self.group, self.rank, self.device = group, dist.get_rank(group), device
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self.staged = device.type == "cuda" and backend == "gloo"
+        # A gradient that is to be copied to the host is waited for while the next one is computed.
+        self.lag = 1 if self.staged else 0
+        if self.staged:
+            self.outward, self.inward = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def now(self) -> Any:
+        """An event in the stream of the caller, where copies to the host have to wait for it."""
+        return torch.cuda.current_stream(self.device).record_event() if self.staged else None
+
+    def start(self, sends: list[Parcel], receives: list[Parcel], after: Any) -> Callable[[], None]:
+        """Start sending and receiving once ``after`` has been computed; the function returned waits for the end."""
+        # Both ends know which of them have no rows.
+        sends, receives = ([parcel for parcel in some if parcel.rows.numel()] for some in (sends, receives))
+        if not sends and not receives:
+            return lambda: None
+        free = self.now()  # the tiles that read what these buffers held before
+        with self._copying_out(after):
+            for parcel in sends:
+                if parcel.pack is not None:
+                    parcel.pack()
+            outgoing = [
+                _pinned(parcel.rows).copy_(parcel.rows, non_blocking=True) if self.staged else parcel.rows
+                for parcel in sends
+            ]
+        incoming = [_pinned(parcel.rows) if self.staged else parcel.rows for parcel in receives]
+        tasks = [f"send {p.what} to rank {p.peer}, {p.message.name}" for p in sends]
+        tasks += [f"receive {p.what} from rank {p.peer}, {p.message.name}" for p in receives]
+        operations = [
+            dist.P2POp(dist.isend, x, self.global_ranks[p.peer], self.group) for x, p in zip(outgoing, sends, strict=True)
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, x, self.global_ranks[p.peer], self.group)
+            for x, p in zip(incoming, receives, strict=True)
+        ]
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise failure(f"rank {self.rank} could not {' and '.join(tasks)}", error) from error
+
+        def wait() -> None:
+            # NCCL has one piece of work for all, gloo one for each.
+            for work, task in zip(works, tasks if len(works) == len(tasks) else [" and ".join(tasks)], strict=True):
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise failure(f"rank {self.rank} could not {task}", error) from error
+            if self.staged:
+                with torch.cuda.stream(self.inward):
+                    self.inward.wait_event(free)
+                    for parcel, host in zip(receives, incoming, strict=True):
+                        parcel.rows.copy_(host, non_blocking=True)
+                torch.cuda.current_stream(self.device).wait_stream(self.inward)
+            outgoing.clear()  # held until now: they were being sent
+
+        return wait
+
+    @contextlib.contextmanager
+    def _copying_out(self, after: Any) -> Any:
+        """Pack and copy to the host beside the computation, and wait for it on the host, which sends."""
+        if not self.staged:
+            yield
+            return
+        with torch.cuda.stream(self.outward):
+            self.outward.wait_event(after)
+            yield
+            copied = self.outward.record_event()
+        copied.synchronize()
+
+
+def _pinned(rows: Tensor) -> Tensor:
+    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)

@@ -1,0 +1,210 @@
+"""What goes wrong across ranks is a sentence on every rank: mistakes before anything is sent, dead and stalled ranks within
+the group's timeout, and a new group works in the same processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dilated_attention_pytorch import Dilated, attention
+from dilated_attention_pytorch.distributed import Shards, shard_sequence
+from dilated_attention_pytorch.distributed.agreement import Facts, differences
+from dilated_attention_pytorch.distributed.transport import Wire, failure
+
+WORLD = 3
+PATTERN = Dilated([8, 64], [1, 2])
+TIMEOUT_S = 4
+
+
+def init(store: str, rank: int, world: int, timeout_s: float) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def whole() -> torch.Tensor:
+    return torch.randn(3, 1, 24, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def check_call(world: int) -> None:
+    """A call of all ranks, forward and backward, gives what one device does."""
+    group = dist.group.WORLD
+    local = [shard_sequence(x, group).requires_grad_() for x in whole()]
+    out = attention(*local, PATTERN, group=group, transport="ring", bucket_size=2)
+    grads = torch.autograd.grad(out.square().sum(), local)
+    inputs = [x.requires_grad_() for x in whole()]
+    expected = attention(*inputs, PATTERN)
+    expected_grads = torch.autograd.grad(expected.square().sum(), inputs)
+    for a, e in zip((out, *grads), (expected, *expected_grads), strict=True):
+        torch.testing.assert_close(a, shard_sequence(e, group), rtol=1e-10, atol=1e-10)
+
+
+def check_mistakes(rank: int) -> None:
+    group, x = dist.group.WORLD, torch.randn(1, 4, 2, 8, requires_grad=True)
+
+    def refused(match: str, *args, error=ValueError, **options) -> None:
+        with pytest.raises(error, match=match):
+            attention(*(args or (x, x, x)), **{"pattern": PATTERN, "group": group, **options})
+
+    # The same mistake is the same error on every rank; what differs is named, and nothing else.
+    only = "these differ:\n  {}$"
+    refused(
+        only.format(r"pattern: '4\|1\|.*' on rank 0, '5\|1\|.*' on rank 1, '6\|.*' on rank 2"),
+        pattern=Dilated([4 + rank], [1]),
+    )
+    refused(only.format("is_causal: False on ranks 0, 2, True on rank 1"), is_causal=rank == 1)
+    refused(only.format("bucket_size: 7 on ranks 0, 1, None on rank 2"), bucket_size=None if rank == 2 else 7)
+    refused(only.format("seed: 0 on rank 0, 1 on rank 1, 2 on rank 2"), dropout_p=0.1, seed=rank)
+    refused(only.format("dtype: .*float64.*"), *[x.double() if rank == 0 else x] * 3)
+    refused(only.format("requires_grad: True on ranks 0, 1, False on rank 2"), *[x.detach() if rank == 2 else x] * 3)
+    refused("lengths: .* on ranks 0, 1, .* on rank 2", lengths=torch.tensor([12 - rank // 2]))
+    # A mistake that one rank alone can see is its own error, and the others are told.
+    mine = [x, x[:, :2], x[:, :2]] if rank == 1 else [x, x, x]
+    refused("at most as many as keys" if rank == 1 else "^rank 1 refused its arguments: .*at most as many as keys", *mine)
+    bad = "query" if rank == 2 else x
+    told = "query must be a torch.Tensor, got str"
+    refused(
+        told if rank == 2 else f"rank 2 refused its arguments: {told}",
+        bad,
+        x,
+        x,
+        error=TypeError if rank == 2 else ValueError,
+    )
+    refused("has no torchscale_padding", pattern=Dilated([4], [1], torchscale_padding=True))
+    refused("'sdpa' or 'eager', got backend='triton'", backend="triton")
+    refused("sdpa' cannot serve this call:\n.*dropout", backend="sdpa", dropout_p=0.5)
+    # Whole sequences instead of shards.
+    look = "these look like whole sequences, not shards"
+    refused(
+        f"{look}: each of 3 ranks has 4 rows, together 12, but lengths ends at 4; use shard_sequence",
+        lengths=torch.tensor([4]),
+    )
+    refused(f"{look}.*cu_seqlens ends at 4", cu_seqlens=torch.tensor([0, 1, 4]))
+    shards = Shards.of([1, 2, 1], "contiguous")
+    refused(f"a shard of [12] rows, its tensors have 4; {look}: use shard_sequence", layout=shards)
+    refused("lengths must lie between 0 and the 12 positions", lengths=torch.tensor([13]))
+    # Heads are exchanged where that is possible.
+    refused("the pattern must be one dense segment", transport="ulysses")
+    refused("2 key heads for 3 ranks", pattern=Dilated([12], [1]), transport="ulysses")
+    refused(
+        "bucket_size and comm_dtype are for transports that send rows",
+        pattern=Dilated([12], [1]),
+        transport="ulysses",
+        bucket_size=1,
+    )
+
+
+def check_known_shards(rank: int) -> None:
+    """Ranks that know all lengths compare their arguments once; a group of one never does."""
+    alone = [dist.new_group([p]) for p in range(WORLD)][rank]
+    x = torch.randn(1, 2 + rank, 2, 8)
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        plain = dist.all_gather
+        patch.setattr(dist, "all_gather", lambda *a, **b: (calls.append(1), plain(*a, **b)))
+        shards = Shards.of([2, 3, 4], "contiguous")
+        results = [attention(x, x, x, PATTERN, group=dist.group.WORLD, layout=shards) for _ in range(3)]
+        assert len(calls) == 1
+        assert torch.equal(results[0], results[2])
+        assert torch.equal(attention(x, x, x, PATTERN, group=dist.group.WORLD), results[0])
+        assert len(calls) == 2
+        for name in ("all_gather", "all_gather_object", "batch_isend_irecv"):
+            patch.setattr(dist, name, lambda *a, **b: pytest.fail("one rank communicates with nobody"))
+        for transport in ("auto", "ring", "allgather"):
+            assert torch.equal(attention(x, x, x, PATTERN, group=alone, transport=transport), attention(x, x, x, PATTERN))
+    with pytest.raises(ValueError, match="these differ:\n  seed"):  # a new combination is compared again
+        attention(x, x, x, PATTERN, group=dist.group.WORLD, layout=shards, dropout_p=0.1, seed=rank)
+
+
+def check_failure(act, message: str, within_s: float) -> None:
+    """Rank 2 acts at its third exchange of the forward; the others raise in time and say who failed whom, and where."""
+    local = [shard_sequence(x, dist.group.WORLD) for x in whole()]
+    count = []
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 2:
+            plain = Wire.start
+
+            def start(*args):
+                count.append(1)
+                if len(count) == 3:
+                    act()
+                return plain(*args)
+
+            patch.setattr(Wire, "start", start)
+        before = time.monotonic()
+        with pytest.raises(RuntimeError, match=message) as raised:
+            attention(*local, PATTERN, group=dist.group.WORLD, transport="ring", bucket_size=1)
+        assert time.monotonic() - before < within_s
+        assert raised.value.__cause__ is not None
+        assert "the call can be repeated" in str(raised.value)
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    init(f"{folder}/first", rank, WORLD, 60)
+    check_mistakes(rank)
+    check_known_shards(rank)
+    check_call(WORLD)  # the group works on after mistakes
+    dist.destroy_process_group()
+
+    message = r"^rank \d could not (send|receive) keys and values (to|from) rank \d, round \d, message \d"
+    init(f"{folder}/stalled", rank, WORLD, TIMEOUT_S)
+    check_failure(lambda: time.sleep(TIMEOUT_S + 3), message, 3 * TIMEOUT_S)
+    dist.destroy_process_group()
+
+    init(f"{folder}/again", rank, WORLD, TIMEOUT_S * 5)
+    check_call(WORLD)
+    # On the way back, too.
+    local = [shard_sequence(x, dist.group.WORLD).requires_grad_() for x in whole()]
+    out = attention(*local, PATTERN, group=dist.group.WORLD)
+    if rank == 2:
+        os._exit(0)
+    with pytest.raises(
+        RuntimeError, match=r"rank \d could not (send|receive) (gradients|keys and values) (to|from) rank \d"
+    ):
+        torch.autograd.grad(out.sum(), local)
+    dist.destroy_process_group()
+
+    init(f"{folder}/survivors", rank, 2, TIMEOUT_S * 5)
+    check_call(2)
+    dist.destroy_process_group()
+
+
+def dying(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    init(f"{folder}/dying", rank, WORLD, 60)
+    check_failure(lambda: os._exit(0), r"^rank \d could not .* rank \d, round \d, message \d", 30)
+    dist.destroy_process_group()
+    init(f"{folder}/survivors", rank, 2, 60)
+    check_call(2)
+
+
+def test_mistakes_and_a_rank_that_stalls(tmp_path):
+    mp.spawn(work, (str(tmp_path),), nprocs=WORLD)
+
+
+def test_a_rank_that_dies(tmp_path):
+    mp.spawn(dying, (str(tmp_path),), nprocs=WORLD)
+
+
+def test_differences_are_short():
+    common = dict.fromkeys(Facts.__slots__)
+    text = differences([Facts(**common | {"lengths": tuple(range(a, 9999))}) for a in (0, 0, 1)])
+    assert len(text) < 700
+    assert "lengths: (0, 1, 2" in text
+    assert "on ranks 0, 1, (1, 2, 3" in text
+    assert "batch" not in text
+    one, other = (Facts(**common | {"scale": scale}) for scale in (0.5, 0.25))
+    assert one.hash != other.hash
+    assert 0 <= one.hash < 2**63
+
+
+def test_two_ranks_on_one_gpu():
+    error = failure("rank 1 could not compare", RuntimeError("NCCL error ... Duplicate GPU detected : rank 1 and rank 0"))
+    assert "init_process_group('gloo'), which sends through host memory" in str(error)
