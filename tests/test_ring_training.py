@@ -295,6 +295,12 @@ def check_second_derivatives() -> None:
     (dx,) = torch.autograd.grad(gather_sequence(x, dist.group.WORLD).pow(3).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         dx.sum().backward()
+    for transport in ("ring", "ulysses"):
+        q = torch.randn(1, 4, 3, 8, requires_grad=True)
+        out = attention(q, q, q, Dilated([64], [1]), group=dist.group.WORLD, transport=transport)
+        (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivatives"):
+            dq.sum().backward()
 
 
 def check_model() -> None:

@@ -256,9 +256,19 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of the three tensors."""
-        query, key, value, out, lse = ctx.saved_tensors
-        positive, scale, sign = tiles.positive_scale(query, ctx.job.scale)
-        job: Job = replace(ctx.job, scale=scale)
+        return *_Gradients.apply(dout, dlse, *ctx.saved_tensors, ctx.job), None  # type: ignore[no-untyped-call]
+
+
+class _Gradients(torch.autograd.Function):
+    """dq, dk and dv as a function of their own, so that asking for its derivative is refused and not forgotten."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
+        lse: Tensor, job: Job,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        positive, scale, sign = tiles.positive_scale(query, job.scale)
+        job = replace(job, scale=scale)
         qkv = positive, key, value
         dq, dk, dv = (torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in qkv)
         # Every rank takes part, also one whose result nobody used.
@@ -271,4 +281,10 @@ class RingAttention(torch.autograd.Function):
             add_gradients_(job, route, (dout, some_out, lse_bnh), dlse_bnh, qkv, (dq, dk, dv))
         if sign != 1.0:
             dq *= sign
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "second derivatives of a sharded call are not supported; one device with backend='reference' has them"
+        )

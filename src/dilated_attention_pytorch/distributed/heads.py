@@ -65,7 +65,8 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wire, shards, key_heads, to_heads = ctx.constants
-        return None, None, None, None, *_swap(wire, shards, key_heads, not to_heads, grads)
+        swapped = _Swap.apply(wire, shards, key_heads, not to_heads, *grads)  # type: ignore[no-untyped-call]
+        return None, None, None, None, *swapped
 
 
 def _swap(wire: Wire, shards: Shards, key_heads: int, to_heads: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
