@@ -9,7 +9,6 @@ backward, and prints the largest difference from one device, the bytes it receiv
 from __future__ import annotations
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.cli.demo import embed
 from dilated_attention_pytorch.cli.text import standard_library
-from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
+from dilated_attention_pytorch.distributed import Shards, gather_sequence, local_device, shard_sequence
 from dilated_attention_pytorch.distributed.schedule import make_schedule
 from dilated_attention_pytorch.measure import peak_extra_bytes
 
@@ -33,7 +32,7 @@ def main() -> None:
     dist.init_process_group(options.backend)
     device = torch.device("cpu")
     if options.backend == "nccl":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = local_device()
         torch.cuda.set_device(device)
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     pattern = Dilated([1024, 4096, options.tokens], [1, 4, 16])

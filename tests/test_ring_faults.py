@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dilated_attention_pytorch import Dilated, attention
-from dilated_attention_pytorch.distributed import Shards, shard_sequence
+from dilated_attention_pytorch.distributed import Shards, local_device, shard_sequence
 from dilated_attention_pytorch.distributed.agreement import Facts, differences
 from dilated_attention_pytorch.distributed.transport import Wire, failure
 
@@ -208,3 +208,14 @@ def test_differences_are_short():
 def test_two_ranks_on_one_gpu():
     error = failure("rank 1 could not compare", RuntimeError("NCCL error ... Duplicate GPU detected : rank 1 and rank 0"))
     assert "init_process_group('gloo'), which sends through host memory" in str(error)
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for gpus, expected in ((0, "cpu"), (4, "cuda:3"), (8, "cuda:3")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert local_device() == torch.device(expected)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(RuntimeError, match=r"4 ranks on a machine with 2 GPU\(s\)\. NCCL wants a GPU for every rank"):
+        local_device()

@@ -14,6 +14,23 @@ from dilated_attention_pytorch.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
+class Sharding:
+    """What ranks would send one another in a forward, if each had an equal share of the sequence."""
+
+    world_size: int
+    layout: str
+    transport: str  # that transport="auto" takes
+    bytes: int  # to the rank that receives most
+    waits: int  # one after the other
+
+    def __str__(self) -> str:
+        ranks = f"shards    {self.world_size} rank(s), {self.layout}: "
+        if not self.bytes:
+            return ranks + "nothing is sent"
+        return ranks + f"{self.transport}, {self.bytes / 2**20:,.2f} MiB to a rank, which waits {self.waits} time(s)"
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """The answer of ``explain``; ``print`` it."""
 
@@ -26,6 +43,7 @@ class Explanation:
     pairs: int  # query-key pairs over all query heads
     dense_pairs: int  # of dense attention over the same sequences
     forward_flops: int
+    sharding: Sharding | None = None
 
     def __str__(self) -> str:
         share = self.pairs / self.dense_pairs if self.dense_pairs else 0.0
@@ -35,7 +53,7 @@ class Explanation:
             f"plan      {self.sequences} sequence(s), {self.families} families, {self.tiles:,} dense tiles",
             f"work      {self.forward_flops / 1e9:,.3f} GFLOP forward, {share:.3%} of the pairs of dense attention",
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *([] if self.sharding is None else [str(self.sharding)])])
 
 
 def explain(
@@ -49,8 +67,12 @@ def explain(
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
+    world_size: int | None = None,
+    layout: str = "contiguous",
 ) -> Explanation:
     """Which backend and kernel ``attention`` would use for these arguments, why not others, and how much work it is.
+
+    With ``world_size``, also what that many ranks would send one another if they shared these tensors evenly.
 
     >>> import torch
     >>> q = torch.empty(1, 65536, 8, 64)
@@ -58,6 +80,8 @@ def explain(
     backend   sdpa: CPU flash
     plan      1 sequence(s), 3 families, 384 dense tiles
     work      206.259 GFLOP forward, 4.690% of the pairs of dense attention
+    >>> print(explain(q, q, q, Dilated([2048, 65536], [1, 16]), world_size=8).sharding)
+    shards    8 rank(s), contiguous: ring, 14.00 MiB to a rank, which waits 7 time(s)
     """
     check_pattern(pattern)
     check_qkv(query, key, value)
@@ -91,4 +115,26 @@ def explain(
         pairs=pairs,
         dense_pairs=dense,
         forward_flops=4 * query.shape[-1] * pairs,
+        sharding=None if world_size is None else _sharding(query, problem, world_size, layout, dropout_p),
     )
+
+
+def _sharding(query: Tensor, problem: Problem, world_size: int, layout: str, dropout_p: float) -> Sharding:
+    from dilated_attention_pytorch.distributed import heads, ring  # imports torch.distributed
+    from dilated_attention_pytorch.distributed.cost import choose_transport, waits
+    from dilated_attention_pytorch.distributed.route import default_bucket_size
+    from dilated_attention_pytorch.distributed.shards import Shards
+
+    if problem.queries != problem.keys:
+        raise ValueError(
+            f"a shard has as many queries as keys, got {problem.queries} and {problem.keys}; leave out world_size"
+        )
+    shards = Shards.even(problem.keys, world_size, layout)
+    reasons = heads.why_not(problem.pattern, problem.keys, problem.key_heads, world_size, dropout_p, None, None)
+    costs = ring.traffic(
+        problem.pattern, shards, problem.batch, problem.heads, query.shape[-1], query.element_size(), problem.lengths,
+        problem.cu_seqlens, problem.is_causal, problem.key_heads, default_bucket_size(shards), not reasons,
+    )  # fmt: skip
+    transport = choose_transport(costs)
+    received = costs.bytes if transport != "ulysses" else costs.ulysses_bytes or 0
+    return Sharding(world_size, layout, transport, received, waits(transport, costs))

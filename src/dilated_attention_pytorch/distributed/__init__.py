@@ -3,5 +3,6 @@
 from dilated_attention_pytorch.distributed.sequence import gather_sequence, shard_sequence
 from dilated_attention_pytorch.distributed.shards import Shards
 from dilated_attention_pytorch.distributed.simulation import RankMemory, simulate_ring
+from dilated_attention_pytorch.distributed.transport import local_device
 
-__all__ = ["RankMemory", "Shards", "gather_sequence", "shard_sequence", "simulate_ring"]
+__all__ = ["RankMemory", "Shards", "gather_sequence", "local_device", "shard_sequence", "simulate_ring"]

@@ -43,9 +43,18 @@ def choose_transport(costs: Costs) -> str:
     >>> choose_transport(Costs(bytes=8 * 2**20, messages=1, shard_bytes=32 * 2**20, ulysses_bytes=8 * 2**20))
     'ring'
     """
-    seconds = {"ring": costs.messages * LATENCY_S + costs.bytes / BYTES_PER_S}
+    seconds = {"ring": _seconds("ring", costs.bytes, costs)}
     if 2 * costs.bytes <= MEMORY_SHARE * costs.shard_bytes:
-        seconds["allgather"] = LATENCY_S + costs.bytes / BYTES_PER_S
+        seconds["allgather"] = _seconds("allgather", costs.bytes, costs)
     if costs.ulysses_bytes is not None:
-        seconds["ulysses"] = 2 * LATENCY_S + costs.ulysses_bytes / BYTES_PER_S
+        seconds["ulysses"] = _seconds("ulysses", costs.ulysses_bytes, costs)
     return min(seconds, key=lambda name: seconds[name])
+
+
+def waits(transport: str, costs: Costs) -> int:
+    """How often a rank waits for messages, one after the other."""
+    return {"ring": costs.messages, "allgather": min(1, costs.messages), "ulysses": 2}[transport]
+
+
+def _seconds(transport: str, received: int, costs: Costs) -> float:
+    return waits(transport, costs) * LATENCY_S + received / BYTES_PER_S

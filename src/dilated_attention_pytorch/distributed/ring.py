@@ -99,12 +99,12 @@ def _shards(group: dist.ProcessGroup, facts: Facts, rows: int, drawn: int | None
 
 
 @lru_cache(maxsize=64)
-def _auto(
+def traffic(
     pattern: Dilated, shards: Shards, batch: int, heads: int, head_dim: int, element_size: int,
     lengths: tuple[int, ...] | None, cu_seqlens: tuple[int, ...] | None, is_causal: bool, key_heads: int,
     bucket_size: int, exchange_heads: bool,
-) -> str:  # fmt: skip
-    """The transport of least cost for the rank that has most to do: the same answer on every rank."""
+) -> Costs:  # fmt: skip
+    """What a forward sends, on the rank that has most to do: the same answer on every rank."""
     route = make_route(
         pattern, shards, 0, batch, key_heads,
         is_causal=is_causal, lengths=lengths, cu_seqlens=cu_seqlens, bucket_size=bucket_size,
@@ -115,15 +115,13 @@ def _auto(
     ]
     longest = max(map(shards.rows, range(shards.world_size)))
     size = batch * head_dim * element_size
-    return choose_transport(
-        Costs(
-            bytes=max(received),
-            messages=len(route.ticks),
-            shard_bytes=2 * longest * (heads + key_heads) * size,
-            ulysses_bytes=ulysses.received_bytes(shards, batch, heads, key_heads, head_dim, element_size)
-            if exchange_heads
-            else None,
-        )
+    return Costs(
+        bytes=max(received),
+        messages=len(route.ticks),
+        shard_bytes=2 * longest * (heads + key_heads) * size,
+        ulysses_bytes=ulysses.received_bytes(shards, batch, heads, key_heads, head_dim, element_size)
+        if exchange_heads
+        else None,
     )
 
 
@@ -206,10 +204,11 @@ def ring_attention(
     reasons = ulysses.why_not(pattern, shards.length, key_heads, world, dropout_p, bucket_size, comm_dtype)
     rows_per_message = default_bucket_size(shards) if bucket_size is None else bucket_size
     if transport == "auto" and world > 1:
-        transport = _auto(
+        costs = traffic(
             pattern, shards, batch, heads, head_dim, query.element_size(),
             key_heads=key_heads, bucket_size=rows_per_message, exchange_heads=not reasons, **call,
         )  # fmt: skip
+        transport = choose_transport(costs)
     if transport == "ulysses":
         if reasons:
             raise ValueError("heads cannot be exchanged (transport='ulysses'):\n" + "\n".join(f"  {x}" for x in reasons))

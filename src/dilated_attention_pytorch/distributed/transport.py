@@ -8,6 +8,7 @@ while tiles are computed.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -66,14 +67,29 @@ def backend_for(device: str, group: dist.ProcessGroup) -> str | None:
     return dict(pairs).get(device)
 
 
+_TOO_FEW_GPUS = (
+    "NCCL wants a GPU for every rank. Start as many ranks as there are GPUs (torchrun --nproc-per-node) and give each "
+    "its own (torch.cuda.set_device(local_device())), or call init_process_group('gloo'), which sends through host memory"
+)
+
+
+def local_device() -> torch.device:
+    """The device of this rank, started by torchrun: a GPU of its own, or the CPU on a machine without GPUs.
+
+    With more ranks than GPUs it raises and says what to do. Ranks may share a GPU over gloo: pass ``cuda:0`` yourself.
+
+    Rank 3 of 8 on a machine with 8 GPUs gets ``cuda:3``.
+    """
+    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if gpus and ranks > gpus:
+        raise RuntimeError(f"{ranks} ranks on a machine with {gpus} GPU(s). {_TOO_FEW_GPUS}")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
+
+
 def failure(what: str, error: RuntimeError) -> RuntimeError:
     """The error to raise for one of PyTorch's; what to do depends on what it says."""
     if "Duplicate GPU" in str(error):
-        return RuntimeError(
-            "NCCL wants a GPU for every rank, and two ranks of this group share one. Start as many ranks as there are GPUs "
-            "(torchrun --nproc-per-node) with torch.cuda.set_device(LOCAL_RANK), or call init_process_group('gloo'), which "
-            f"sends through host memory ({what})"
-        )
+        return RuntimeError(f"two ranks share a GPU. {_TOO_FEW_GPUS} ({what})")
     return RuntimeError(
         f"{what}: {error}. A rank may have died or stalled longer than the group's timeout. No result was returned; once "
         "all ranks have called destroy_process_group() and init_process_group() again, the call can be repeated"
