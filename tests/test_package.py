@@ -137,3 +137,15 @@ def test_explain_says_why_not():
     assert "not       sdpa: dropout is not supported" in str(told)
     with pytest.raises(ValueError, match="no backend can serve this call"):
         explain(q, q, q, Dilated([8], [1]), dropout_p=0.1, backend="sdpa")
+
+
+def test_explain_counts_what_ranks_send():
+    q = torch.zeros(1, 32, 2, 8)
+    told = explain(q, q, q, Dilated([4, 32], [1, 2]), world_size=2).sharding
+    assert told.bytes == 8 * 2 * 8 * 2 * 4  # rows per head, heads, numbers, key and value, bytes
+    assert "2 rank(s), contiguous: ring" in str(told)  # one message: it is waited for in either case
+    assert "nothing is sent" in str(explain(q, q, q, Dilated([16], [1]), world_size=2))
+    with pytest.raises(ValueError, match="as many queries as keys, got 16 and 32; leave out world_size"):
+        explain(q[:, 16:], q, q, Dilated([16], [1]), world_size=2)
+    with pytest.raises(ValueError, match="layout must be one of"):
+        explain(q, q, q, Dilated([16], [1]), world_size=2, layout="spiral")
