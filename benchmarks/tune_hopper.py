@@ -40,8 +40,11 @@ CANDIDATES = {
 }
 
 EXPERIMENT = {
-    ("forward", 64): [Config(128, 5, 0), Config(128, 5, 1), Config(128, 4, 0)],
+    ("forward", 64): [Config(128, 5, 0), Config(128, 5, 1)],
     ("forward", 128): [Config(128, 2, 0)],
+    ("dq", 64): [Config(64, 8, 2)],
+    ("dq", 128): [Config(64, 3, 0)],
+    ("dkv", 64): [Config(64, 7, 0, overlap=True), Config(64, 7, 1, overlap=True)],
 }
 
 
@@ -66,15 +69,21 @@ def outputs(x) -> tuple[torch.Tensor, ...]:
 
 
 def use_experiment() -> None:
-    """The forward kernel of benchmarks/experiments, with its own number of registers at the start (16 warps)."""
+    """The kernels of benchmarks/experiments: 16 warps, so 128 registers per thread at the start."""
     sys.path.insert(0, str(Path(__file__).parent / "experiments"))
+    import hopper_dkv
+    import hopper_dq
     import hopper_forward
 
     class Kernel:
-        def __getitem__(self, grid):
-            return lambda *a, **k: hopper_forward.forward_kernel[grid](*a, **(k | {"maxnreg": 128}))
+        def __init__(self, kernel) -> None:
+            self.kernel = kernel
 
-    run.forward_kernel = Kernel()
+        def __getitem__(self, grid):
+            return lambda *a, **k: self.kernel[grid](*a, **(k | {"maxnreg": 128}))
+
+    run.forward_kernel = Kernel(hopper_forward.forward_kernel)
+    run.dq_kernel, run.dkv_kernel = Kernel(hopper_dq.dq_kernel), Kernel(hopper_dkv.dkv_kernel)
 
 
 def compile_one(job) -> None:
