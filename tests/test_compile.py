@@ -25,7 +25,7 @@ def inputs(n=30, dtype=torch.float64, batch=2):
 def test_opcheck(backend, mode):
     lengths = torch.tensor([30, 11]) if mode == "lengths" else None
     cu_seqlens = torch.tensor([0, 12, 30]) if mode == "cu_seqlens" else None
-    constants = (None, PATTERN.spec, True, 0.3, 0.0, False, backend)
+    constants = (None, None, PATTERN.spec, True, 0.3, 0.0, False, backend)
     q, k, v = inputs()
     torch.library.opcheck(ops.attend, (q, k, v, lengths, cu_seqlens, *constants))
     out, lse = ops.attend(q, k, v, lengths, cu_seqlens, *constants)

@@ -16,10 +16,12 @@ from dilated_attention_pytorch.checks import (
     check_call,
     check_no_forward_derivative,
     check_options,
+    check_order,
     check_pattern,
     check_qkv,
 )
 from dilated_attention_pytorch.merge import accumulate_dtype
+from dilated_attention_pytorch.orders import Identity, Order
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.spans import host_cu_seqlens, host_lengths, spans
 
@@ -57,6 +59,7 @@ def attention(
     return_lse: Literal[False] = ...,
     group: ProcessGroup | DeviceMesh | None = ...,
     layout: str = ...,
+    order: Order | None = ...,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -76,6 +79,7 @@ def attention(
     return_lse: bool = ...,
     group: ProcessGroup | DeviceMesh | None = ...,
     layout: str = ...,
+    order: Order | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
@@ -94,6 +98,7 @@ def attention(
     return_lse: bool = False,
     group: ProcessGroup | DeviceMesh | None = None,
     layout: str = "contiguous",
+    order: Order | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the pairs of a pattern: ``out_i = sum_j m(i,j) exp(s_ij - lse_i) v_j``.
 
@@ -122,6 +127,11 @@ def attention(
             positions of the whole sequence. Shards may have any lengths. Every rank must call. No dropout so far.
         layout: how the shards lie in the sequence: ``"contiguous"``, in the order of ranks, or ``"zigzag"``, where each
             rank has an early and a late half, which evens causal work (see ``distributed.shard_sequence``).
+        order: an order of the positions, for example ``Hilbert.grid(height, width)``: the pattern sees the ordered
+            sequence, ``is_causal`` means the original positions, and rows come in and go out in the original order. The
+            result is that of ``order.permute`` on the inputs, the pattern, and ``order.unpermute`` on the results; dropout
+            counts places of the ordered sequence. Needs whole sequences: no ``lengths``, ``cu_seqlens`` or ``group``, and
+            ``N == M``. Many layers in a row that are not causal had better be given a sequence ordered once.
 
     Returns:
         (B, N, H, D), exactly 0 (lse -inf) in rows that meet nobody.
@@ -129,6 +139,15 @@ def attention(
     >>> q, k, v = torch.randn(3, 1, 1000, 8, 64).unbind(0)
     >>> attention(q, k, v, Dilated([256, 512], [1, 2]), is_causal=True).shape
     torch.Size([1, 1000, 8, 64])
+
+    A picture of 40 x 25 patches, row by row: along a Hilbert curve every segment is a compact part of it.
+
+    >>> from dilated_attention_pytorch import Hilbert
+    >>> order = Hilbert.grid(40, 25)
+    >>> out = attention(q, k, v, Dilated([256, 512], [1, 2]), order=order)
+    >>> ordered = attention(*map(order.permute, (q, k, v)), Dilated([256, 512], [1, 2]))
+    >>> order.unpermute(ordered).equal(out)
+    True
     """
     check_pattern(pattern)
     query, key, value = _autocast(query, key, value)
@@ -137,6 +156,9 @@ def attention(
     check_call(query, key, is_causal, seed, lengths, cu_seqlens)
     pattern.check_key_heads(key.shape[2])
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    if order is not None:
+        check_order(order, query, key, lengths, cu_seqlens, group)
+        order = None if isinstance(order, Identity) else order
     if group is not None:
         from dilated_attention_pytorch.distributed.executor import ring_attention  # imports torch.distributed
 
@@ -147,20 +169,32 @@ def attention(
         return (out, lse) if return_lse else out
     if layout != "contiguous":
         raise ValueError(f"layout says how a sequence is sharded over a group: got layout={layout!r} without group")
-    chosen = backends.choose(backend, Request.of(query, dropout_p))
+    ordered_causal = order is not None and is_causal
+    chosen = backends.choose(backend, Request.of(query, dropout_p, ordered_causal))
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)
     detach = mixing_gradient == "detached"
     used_seed = _seed(seed, dropout_p, query)
+    positions = None
+    if order is not None:
+        query, key, value = order.permute(query), order.permute(key), order.permute(value)
+        positions = order.positions if is_causal else None
     if chosen == "reference":
         out, lse = _reference(
             query, key, value, pattern, lengths, cu_seqlens,
             is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=used_seed, detach_mixing=detach,
+            positions=positions,
         )  # fmt: skip
     else:
+        if positions is not None:
+            # The tiles are whole and masked by position. Padding lies behind every position: causality hides it.
+            pattern, is_causal = pattern.without_padding(), False
         out, lse = ops.attend(
-            query, key, value, lengths, cu_seqlens, used_seed, pattern.spec, is_causal, scale, dropout_p, detach, chosen
-        )
+            query, key, value, lengths, cu_seqlens, used_seed, positions, pattern.spec, is_causal, scale, dropout_p, detach,
+            chosen,
+        )  # fmt: skip
+    if order is not None:
+        out, lse = order.unpermute(out), order.unpermute(lse, dim=2) if return_lse else lse
     return (out, lse) if return_lse else out
 
 
@@ -223,6 +257,7 @@ def dilated_attention(
     return_lse: bool = False,
     group: ProcessGroup | DeviceMesh | None = None,
     layout: str = "contiguous",
+    order: Order | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: ``attention`` with the pattern ``Dilated(segment_lengths, dilation_rates, offsets)``.
 
@@ -246,6 +281,7 @@ def dilated_attention(
         return_lse=return_lse,
         group=group,
         layout=layout,
+        order=order,
     )
 
 

@@ -25,7 +25,7 @@ def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
     if index.dim() == 1:
         return x.index_select(dim, index)
     samples = torch.arange(index.shape[0], device=index.device).unsqueeze(1)
-    return x.movedim(dim, 1)[samples, index].movedim(1, dim)
+    return x.movedim(dim, 1)[samples, index].movedim(1, dim).contiguous()
 
 
 class _Permute(torch.autograd.Function):

@@ -33,11 +33,14 @@ class TileKernel:
     ``backward(dout, q, k, v, out, lse, causal, scale) -> (dq, dk, dv)`` where ``out`` enters only through the row sums
     ``delta = (dout * out).sum(-1)`` and ``lse`` only through the weights ``exp(s - lse)``: both may come from a larger
     softmax of which the tile is a part.
+
+    A kernel that serves ordered requests takes one argument more: the positions of the query rows and of the key rows,
+    (U, heads, rows) each. A row then sees the keys whose positions are not larger than its own.
     """
 
     name: str
-    forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,13 @@ class _Piece:
         """The same, a single key head repeated (stride 0) for the members of its group."""
         view = self.keys(x_bmg)
         return view.expand(-1, len(self.members), *view.shape[2:]) if len(self.heads) == 1 else view
+
+    def positions(self, positions_bn: Tensor | None) -> tuple[tuple[Tensor, Tensor], ...]:
+        """What a tile kernel takes besides if rows are masked by position: nothing, or the positions of its rows."""
+        if positions_bn is None:
+            return ()
+        any_head = positions_bn.unsqueeze(-1).expand(-1, -1, 2)  # two, so that the stride is 0
+        return ((self.queries(any_head), self.repeated_keys(any_head)),)
 
     def sum_members(self, dkv: Tensor) -> Tensor:
         """Undo the repetition of ``repeated_keys`` for a gradient."""
@@ -147,7 +157,13 @@ def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
 
 
 def _accumulate(
-    plans: tuple[tuple[Span, Plan], ...], query: Tensor, key: Tensor, value: Tensor, scale: float, kernel: TileKernel
+    plans: tuple[tuple[Span, Plan], ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    kernel: TileKernel,
+    positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``out (B, N, H, D)`` and ``lse (B, N, H)``, both in the accumulation type."""
     dtype = accumulate_dtype(query.dtype)
@@ -156,7 +172,8 @@ def _accumulate(
     for span, plan in plans:
         rows, columns = (span.samples, span.queries), (span.samples, span.keys)
         part = (query[rows], key[columns], value[columns], out[rows], lse_bnh[rows])
-        attend_(plan, *part, scale=scale, kernel=kernel, limit=part_limit(query))
+        some = None if positions is None else positions[columns]
+        attend_(plan, *part, scale=scale, kernel=kernel, limit=part_limit(query), positions=some)
     return out, lse_bnh
 
 
@@ -172,21 +189,33 @@ def attend_(
     kernel: TileKernel,
     limit: int,
     packed: bool = False,
+    positions: Tensor | None = None,
 ) -> None:
-    """Merge the tiles of a plan into ``out`` and ``lse``; tensors hold the plan's query and key rows (or packed keys)."""
+    """Merge the tiles of a plan into ``out`` and ``lse``; tensors hold the plan's query and key rows (or packed keys).
+
+    With ``positions`` (B, N), queries and keys are the same rows, and each sees those whose position is not larger.
+    """
     tensors = (query, key, value, out, lse_bnh)
     group = query.shape[2] // key.shape[2]
-    for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, tensors, packed):
+    views = tensors if positions is None else (*tensors, positions)
+    for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, views, packed):
         # A function of its own, so that no partial result outlives its merge.
-        _forward_piece_(piece, *tensors, scale, kernel)
+        _forward_piece_(piece, *tensors, scale, kernel, positions)
 
 
 def forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, scale: float, kernel: TileKernel
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    kernel: TileKernel,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged."""
     query, scale, _ = positive_scale(query, scale)
-    out, lse_bnh = _accumulate(problem.plans(), query, key, value, scale, kernel)
+    out, lse_bnh = _accumulate(problem.plans(), query, key, value, scale, kernel, positions)
     return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
 
 
@@ -199,9 +228,10 @@ def _forward_piece_(
     lse_bnh: Tensor,
     scale: float,
     kernel: TileKernel,
+    positions: Tensor | None,
 ) -> None:
     q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
-    part, part_lse = kernel.forward(q, k, v, piece.family.causal, scale)
+    part, part_lse = kernel.forward(q, k, v, piece.family.causal, scale, *piece.positions(positions))
     if piece.family.zero_keys:
         with_zeros = torch.logaddexp(part_lse, torch.full_like(part_lse, piece.family.zero_keys).log())
         part = part * torch.exp(part_lse - with_zeros).unsqueeze(-1)
@@ -222,6 +252,7 @@ def backward(
     scale: float,
     detach_mixing: bool,
     kernel: TileKernel,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``: the gradients of all tiles, summed, given the merged ``out`` and ``lse``."""
     query, scale, sign = positive_scale(query, scale)
@@ -234,14 +265,17 @@ def backward(
     for part in alone if detach_mixing else [problem]:
         some, some_out = part.plans(), out
         if detach_mixing:
-            some_out = _accumulate(some, query, key, value, scale, kernel)[0].to(query.dtype)
+            some_out = _accumulate(some, query, key, value, scale, kernel, positions)[0].to(query.dtype)
         for span, plan in some:
             rows, columns = (span.samples, span.queries), (span.samples, span.keys)
             by_row = dout[rows], some_out[rows], lse_bnh[rows]
             some_dlse = None if dlse_bnh is None else dlse_bnh[rows]
             qkv = query[rows], key[columns], value[columns]
             grads = dq[rows], dk[columns], dv[columns]
-            add_gradients_(plan, by_row, some_dlse, qkv, grads, scale=scale, kernel=kernel, limit=part_limit(query))
+            add_gradients_(
+                plan, by_row, some_dlse, qkv, grads, scale=scale, kernel=kernel, limit=part_limit(query),
+                positions=None if positions is None else positions[columns],
+            )  # fmt: skip
     if sign != 1.0:
         dq *= sign
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
@@ -258,13 +292,14 @@ def add_gradients_(
     kernel: TileKernel,
     limit: int,
     packed: bool = False,
+    positions: Tensor | None = None,
 ) -> None:
     """Add the gradients of the tiles of a plan to ``grads`` (dq, dk, dv); ``by_row`` is dout, out and lse (B, N, H)."""
-    tensors = (*by_row, *qkv, *grads, *(() if dlse_bnh is None else (dlse_bnh,)))
+    tensors = (*by_row, *qkv, *grads, *(x for x in (dlse_bnh, positions) if x is not None))
     query, key, _ = qkv
     group = query.shape[2] // key.shape[2]
     for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, tensors, packed):
-        _backward_piece_(piece, *by_row, dlse_bnh, *qkv, grads, scale, kernel)
+        _backward_piece_(piece, *by_row, dlse_bnh, *qkv, grads, scale, kernel, positions)
 
 
 def packed_views(plan: Plan, x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -291,10 +326,11 @@ def _backward_piece_(
     grads: tuple[Tensor, Tensor, Tensor],
     scale: float,
     kernel: TileKernel,
+    positions: Tensor | None,
 ) -> None:
     q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
-    lse, causal = piece.queries(lse_bnh).contiguous(), piece.family.causal
-    _add_gradients_(piece, grads, kernel.backward(piece.queries(dout), q, k, v, piece.queries(out), lse, causal, scale))
+    lse, mask = piece.queries(lse_bnh).contiguous(), (piece.family.causal, scale, *piece.positions(positions))
+    _add_gradients_(piece, grads, kernel.backward(piece.queries(dout), q, k, v, piece.queries(out), lse, *mask))
     if dlse_bnh is not None:
         # ds = p * dlse: the gradient of a tile with values 0 whose delta is -dlse.
         unit, minus_dlse, zeros = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(k)
@@ -302,7 +338,7 @@ def _backward_piece_(
         dlse = piece.queries(dlse_bnh)
         size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny)  # half precision could not hold it
         minus_dlse[..., 0] = -dlse / size
-        dq, dk, _ = kernel.backward(unit, q, k, zeros, minus_dlse, lse, causal, scale)
+        dq, dk, _ = kernel.backward(unit, q, k, zeros, minus_dlse, lse, *mask)
         _add_gradients_(piece, grads[:2], (dq * size, dk * size))
 
 
