@@ -13,8 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-# Grids are cut out of the enclosing cube up to this many times their points; beyond, their points are sorted by code.
-_MOST_CELLS_PER_POINT = 8
+Device = torch.device | str | None
 
 
 def most_bits(dims: int) -> int:
@@ -81,7 +80,7 @@ def _copies(dims: int) -> tuple[tuple[tuple[int, int, bool], ...], ...]:
     return tuple(result)
 
 
-def cube(dims: int, bits: int, device: torch.device | str | None) -> Tensor:
+def cube(dims: int, bits: int, device: Device) -> Tensor:
     """All points of a cube of side ``2**bits`` in the order of the curve: (dims, points), int32.
 
     >>> cube(2, 1, None)
@@ -95,32 +94,49 @@ def cube(dims: int, bits: int, device: torch.device | str | None) -> Tensor:
         for copy, axes in enumerate(_copies(dims)):
             for i, (corner, axis, mirrored) in enumerate(axes):
                 block = large[i, copy * n : (copy + 1) * n]
-                start = torch.tensor(corner * side + mirrored * (side - 1), dtype=torch.int32, device="cpu")  # a scalar
-                torch.add(start, small[axis], alpha=-1 if mirrored else 1, out=block)
+                # The corner is a multiple of the side, and x ^ (side - 1) mirrors x.
+                torch.bitwise_xor(small[axis], corner * side + mirrored * (side - 1), out=block)
         small = large
     return small
 
 
-def grid(shape: tuple[int, ...], device: torch.device | str | None) -> Tensor:
+def _blocks(shape: tuple[int, ...], bits: int, leaf_bits: int, device: Device) -> tuple[Tensor, Tensor]:
+    """The cubes of side ``2**leaf_bits`` that touch a grid, along the curve of the cube of side ``2**bits``.
+
+    Each is the small curve with its axes exchanged and mirrored, and moved: for axis ``i`` of block ``b``, take axis
+    ``axes[b, i]`` of the small curve and flip the bits ``flips[b, i]``.
+    """
+    dims = len(shape)
+    tables = torch.tensor(_copies(dims), dtype=torch.int64, device=device).permute(2, 0, 1)  # each (copies, dims)
+    sizes = torch.tensor(shape, device=device)
+    corners = torch.zeros((1, dims), dtype=torch.int64, device=device)
+    axes, mirrored = torch.arange(dims, device=device).unsqueeze(0), torch.zeros_like(corners)
+    for bit in range(bits - 1, leaf_bits - 1, -1):
+        # (blocks, copies, dims): what the axes of a block are made of in each of its copies
+        corner, axis, mirror = tables[:, :, axes].transpose(1, 2)
+        corners = corners.unsqueeze(1) + ((corner ^ mirrored.unsqueeze(1)) << bit)
+        touching = (corners < sizes).all(-1)
+        corners, axes, mirrored = (x[touching] for x in (corners, axis, mirror ^ mirrored.unsqueeze(1)))
+    return axes, corners + mirrored * ((1 << leaf_bits) - 1)
+
+
+def grid(shape: tuple[int, ...], device: Device) -> Tensor:
     """The row-major numbers of the points of a grid, in the order of the curve of the enclosing cube.
 
     >>> grid((2, 3), None)  # rows 0 1 2 and 3 4 5
     tensor([0, 3, 4, 1, 2, 5])
     """
-    n, bits = prod(shape), (max(shape) - 1).bit_length()
-    if n == 0:
+    if prod(shape) == 0:
         return torch.empty(0, dtype=torch.int64, device=device)
-    if 1 << (bits * len(shape)) > _MOST_CELLS_PER_POINT * n:
-        points = torch.stack(torch.meshgrid(*(torch.arange(size, device=device) for size in shape), indexing="ij"), -1)
-        return codes(points.flatten(0, -2), bits).argsort()
-    axes = cube(len(shape), bits, device)
-    numbers = axes[0].to(torch.int64)
-    for size, axis in zip(shape[1:], axes[1:], strict=True):
-        numbers.mul_(size).add_(axis)
-    cut = [axis < size for size, axis in zip(shape, axes, strict=True) if size < 1 << bits]
-    if not cut:
-        return numbers
-    inside = cut[0]
-    for other in cut[1:]:
-        inside &= other
-    return numbers[inside]
+    bits, shortest_bits = (max(shape) - 1).bit_length(), (min(shape) - 1).bit_length()
+    leaf_bits = min(bits, max(2, shortest_bits - 2))  # few points outside the grid, few blocks
+    axes, flips = _blocks(shape, bits, leaf_bits, device)
+    small = cube(len(shape), leaf_bits, device)
+    numbers = torch.zeros((len(axes), small.shape[1]), dtype=torch.int64, device=device)
+    inside = None
+    for i, size in enumerate(shape):
+        coordinate = small[axes[:, i]].bitwise_xor_(flips[:, i, None].to(torch.int32))
+        numbers.mul_(size).add_(coordinate)
+        if size % (1 << leaf_bits):
+            inside = coordinate < size if inside is None else inside.logical_and_(coordinate < size)
+    return numbers.flatten() if inside is None else numbers[inside]

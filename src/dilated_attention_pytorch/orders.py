@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import hilbert
-
-Device = torch.device | str | None
+from dilated_attention_pytorch.hilbert import Device
 
 
 def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
