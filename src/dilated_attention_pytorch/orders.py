@@ -18,6 +18,9 @@ from torch import Tensor
 from dilated_attention_pytorch import hilbert
 from dilated_attention_pytorch.hilbert import Device
 
+# Of the longest side of floating-point coordinates: finer than any image, and 3-D codes still fit 63 bits.
+_FLOAT_BITS = 21
+
 
 def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """``x`` with its rows along ``dim`` chosen by ``index`` (n,), or (B, n) for each sample (dimension 0)."""
@@ -311,8 +314,8 @@ class Hilbert(Order):
 
         Integer coordinates are cells of a grid whose side is the smallest power of two above the largest of them: all
         points of a grid in row-major order give ``Hilbert.grid``. Floating-point ones are moved and scaled by the bounding
-        box of the sample, all axes by the same factor, to cells 0 to 2**31 - 1 (2-D) or 2**21 - 1 (3-D) of its longest
-        side. Points in one cell stay in the order in which they come.
+        box of the sample, all axes by the same factor, so that its longest side has the cells 0 to 2**21 - 1. Points in one
+        cell stay in the order in which they come.
 
         >>> Hilbert.coordinates(torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1], [0, 0]])).positions
         tensor([0, 4, 2, 3, 1])
@@ -336,8 +339,6 @@ def _cells(coords: Tensor) -> tuple[Tensor, int]:
         )
     if coords.is_complex() or coords.dtype == torch.bool:
         raise TypeError(f"coordinates are integers or floating-point numbers, got {coords.dtype}")
-    dims = coords.shape[-1]
-    most = hilbert.most_bits(dims)
     if coords.numel() == 0:
         return coords.to(torch.int64), 1
     if coords.is_floating_point() and not bool(coords.isfinite().all()):
@@ -353,14 +354,15 @@ def _cells(coords: Tensor) -> tuple[Tensor, int]:
         exact = coords.to(torch.float64)
         low, high = exact.amin(-2, keepdim=True), exact.amax(-2, keepdim=True)
         longest = (high - low).amax(-1, keepdim=True)
-        side = float(2**most - 1)
-        scaled = (exact - low) / longest.masked_fill(longest == 0, 1.0) * side
-        return scaled.clamp_(max=side).to(torch.int64), most
+        last = 2**_FLOAT_BITS - 1
+        scaled = (exact - low) / longest.masked_fill(longest == 0, 1.0) * last
+        return scaled.to(torch.int64).clamp_(max=last), _FLOAT_BITS
     cells = coords.to(torch.int64)
     # Each sample's own number of bits: its points are ordered as they would be alone.
     largest = cells.amax((-2, -1), keepdim=True)
     own_bits = torch.frexp(largest.to(torch.float64)).exponent.clamp(min=1)
-    bits = int(own_bits.max())
+    dims, bits = cells.shape[-1], int(own_bits.max())
+    most = hilbert.most_bits(dims)
     if bits > most:
         raise ValueError(
             f"integer coordinates in {dims}-D must be below 2**{most}, got {int(largest.max())}; subtract the smallest of "
