@@ -35,23 +35,26 @@ def compactness(order: Order, segment: int, pairs: int = 4096) -> dict[str, floa
     }
 
 
-def fastest(make, repeats: int) -> float:
-    def once() -> float:
-        start = time.perf_counter()
-        make()
-        return time.perf_counter() - start
+def seconds(make) -> float:
+    start = time.perf_counter()
+    make()
+    return time.perf_counter() - start
 
-    return min(once() for _ in range(repeats))
+
+def fastest(make, repeats: int) -> float:
+    return min(seconds(make) for _ in range(repeats))
 
 
 def times(quick: bool) -> dict[str, float]:
     side = 512 if quick else 4096
     points = side * side
+    first = seconds(lambda: Hilbert.grid(side, side))
     scattered = torch.rand(points // 16, 2)
     x, order = torch.randn(1, points // 16, 64), Hilbert.line(points // 16)
     order.permute(x)
     return {
         "points": points,
+        "grid_2d_first_s": first,
         "grid_2d_s": fastest(lambda: Hilbert.grid(side, side), 3),
         "grid_2d_cut_s": fastest(lambda: Hilbert.grid(side - 1, side + 1), 3),
         "grid_3d_s": fastest(lambda: Hilbert.grid(points // 65536, 256, 256), 3),
@@ -69,7 +72,7 @@ def plot(rows: list[dict]) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "orders"
+    matplotlib.rcParams |= {"svg.hashsalt": "orders", "svg.fonttype": "none"}
     from matplotlib import pyplot
 
     figure, (curve, boxes) = pyplot.subplots(1, 2, figsize=(9, 3.6))
@@ -91,6 +94,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, nothing written")
     options = parser.parse_args()
+    measured = times(options.quick)
+    print(json.dumps(measured))
     hilbert, row_major = Hilbert.grid(SIDE, SIDE), Identity(SIDE * SIDE)
     rows = []
     for segment in SEGMENTS[:2] if options.quick else SEGMENTS:
@@ -103,12 +108,18 @@ def main() -> None:
         row["distance_ratio"] = row["row_major"]["distance"] / row["hilbert"]["distance"]
         rows.append(row)
         print(json.dumps(row))
-    measured = times(options.quick)
-    print(json.dumps(measured))
     if options.quick:
         return
-    machine = {"processor": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    result = {"machine": machine, "grid": [SIDE, SIDE], "compactness": rows, "seconds": measured}
+    result = {
+        "command": "python benchmarks/orders.py",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "grid": [SIDE, SIDE],
+        "compactness": rows,
+        "seconds": measured,
+    }
     (ROOT / "benchmarks" / "results" / "orders.json").write_text(json.dumps(result, indent=1) + "\n")
     plot(rows)
 
