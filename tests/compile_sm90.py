@@ -60,10 +60,12 @@ def argument_type(name: str, element: str) -> str:
         return "*fp32"
     if name in INTEGER:
         return "*i64"
+    if name == "POSITIONS":
+        return "*i32"
     return "fp32" if name in ("scale_log2", "scale", "keep_scale") else "i32"
 
 
-def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True):
+def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False):
     function = KERNELS[kernel]
     constants = {
         "D": head_dim,
@@ -73,6 +75,7 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True):
         "ATTEND": True,
         "FINAL": final,
         "DROPOUT": False,
+        "ORDERED": ordered,
         "WIDE": False,
         "PRECISION": "tf32" if size == 2 else "ieee",
         "group": 1,  # as Triton specialises it

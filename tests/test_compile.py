@@ -21,11 +21,12 @@ def inputs(n=30, dtype=torch.float64, batch=2):
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("mode", ["plain", "lengths", "cu_seqlens"])
+@pytest.mark.parametrize("mode", ["plain", "lengths", "cu_seqlens", "positions"])
 def test_opcheck(backend, mode):
     lengths = torch.tensor([30, 11]) if mode == "lengths" else None
     cu_seqlens = torch.tensor([0, 12, 30]) if mode == "cu_seqlens" else None
-    constants = (None, PATTERN.spec, True, 0.3, 0.0, False, backend)
+    positions = torch.randperm(30) if mode == "positions" and backend == "eager" else None
+    constants = (None, positions, PATTERN.spec, positions is None, 0.3, 0.0, False, backend)
     q, k, v = inputs()
     torch.library.opcheck(ops.attend, (q, k, v, lengths, cu_seqlens, *constants))
     out, lse = ops.attend(q, k, v, lengths, cu_seqlens, *constants)

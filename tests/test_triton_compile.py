@@ -42,6 +42,16 @@ def test_half_precision_kernels(kernel, head_dim):
         assert used["spilled_bytes"] == 0
 
 
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+def test_kernels_of_ordered_sequences(kernel):
+    config = getattr(_HOPPER[2, 64], kernel)
+    used = compiled([kernel, 2, 64, config.block_m, config.block_n, config.warps, config.stages, True, True])
+    assert used["tensor_cores"]
+    assert used["wide_copies"]
+    assert used["shared_bytes"] <= SHARED_LIMIT
+    assert used["spilled_bytes"] <= 32
+
+
 @pytest.mark.parametrize(
     ("head_dim", "final", "group"),
     [(24, True, 1), (64, False, 1), (64, True, 2), (80, True, 1), (128, False, 2), (128, True, 1)],

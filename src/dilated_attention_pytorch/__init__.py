@@ -3,14 +3,20 @@
 from dilated_attention_pytorch.api import attention, attention_weights, dilated_attention
 from dilated_attention_pytorch.explanation import Explanation, explain
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention
+from dilated_attention_pytorch.orders import Hilbert, Identity, Order, Striped, ZigZag
 from dilated_attention_pytorch.patterns import Dilated
 
 __all__ = [
     "Dilated",
     "DilatedAttention",
     "Explanation",
+    "Hilbert",
+    "Identity",
     "MultiheadDilatedAttention",
+    "Order",
     "RingDilatedAttention",
+    "Striped",
+    "ZigZag",
     "attention",
     "attention_weights",
     "dilated_attention",

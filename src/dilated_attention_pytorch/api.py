@@ -17,11 +17,13 @@ from dilated_attention_pytorch.checks import (
     check_no_forward_derivative,
     check_no_sharding,
     check_options,
+    check_order,
     check_pattern,
     check_qkv,
     prepare,
 )
 from dilated_attention_pytorch.merge import accumulate_dtype
+from dilated_attention_pytorch.orders import Identity, Order
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.spans import host_cu_seqlens, host_lengths, spans
 
@@ -53,6 +55,7 @@ def attention(
     bucket_size: int | None = ...,
     transport: str = ...,
     comm_dtype: torch.dtype | None = ...,
+    order: Order | None = ...,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -75,6 +78,7 @@ def attention(
     bucket_size: int | None = ...,
     transport: str = ...,
     comm_dtype: torch.dtype | None = ...,
+    order: Order | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
@@ -96,6 +100,7 @@ def attention(
     bucket_size: int | None = None,
     transport: str = "auto",
     comm_dtype: torch.dtype | None = None,
+    order: Order | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the pairs of a pattern: ``out_i = sum_j m(i,j) exp(s_ij - lse_i) v_j``.
 
@@ -134,6 +139,11 @@ def attention(
             ``"auto"`` (by ``distributed.cost``).
         comm_dtype: with ``group``, the type in which gradients of keys and values travel; by default float32 (float64
             for float64 inputs).
+        order: an order of the positions, for example ``Hilbert.grid(height, width)``: the pattern sees the ordered
+            sequence, ``is_causal`` means the original positions, and rows come in and go out in the original order. The
+            result is that of ``order.permute`` on the inputs, the pattern, and ``order.unpermute`` on the results; dropout
+            counts places of the ordered sequence. Needs whole sequences: no ``lengths``, ``cu_seqlens`` or ``group``, and
+            ``N == M``. Many layers in a row that are not causal had better be given a sequence ordered once.
 
     Returns:
         (B, N, H, D), exactly 0 (lse -inf) in rows that meet nobody.
@@ -141,8 +151,19 @@ def attention(
     >>> q, k, v = torch.randn(3, 1, 1000, 8, 64).unbind(0)
     >>> attention(q, k, v, Dilated([256, 512], [1, 2]), is_causal=True).shape
     torch.Size([1, 1000, 8, 64])
+
+    A picture of 40 x 25 patches, row by row: along a Hilbert curve every segment is a compact part of it.
+
+    >>> from dilated_attention_pytorch import Hilbert
+    >>> order = Hilbert.grid(40, 25)
+    >>> out = attention(q, k, v, Dilated([256, 512], [1, 2]), order=order)
+    >>> ordered = attention(*map(order.permute, (q, k, v)), Dilated([256, 512], [1, 2]))
+    >>> order.unpermute(ordered).equal(out)
+    True
     """
     if group is not None:
+        if order is not None:
+            check_order(order, query, key, lengths, cu_seqlens, group)  # refuses
         from dilated_attention_pytorch.distributed.ring import ring_attention  # imports torch.distributed
 
         # Its arguments are checked together with those of the other ranks.
@@ -157,31 +178,35 @@ def attention(
         cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient,
     )  # fmt: skip
     check_no_sharding(layout=layout, bucket_size=bucket_size, transport=transport, comm_dtype=comm_dtype)
-    chosen = backends.choose(backend, Request.of(query, dropout_p))
+    if order is not None:
+        check_order(order, query, key, lengths, cu_seqlens)
+        order = None if isinstance(order, Identity) else order
+    ordered_causal = order is not None and is_causal
+    chosen = backends.choose(backend, Request.of(query, dropout_p, ordered_causal))
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)
     detach = mixing_gradient == "detached"
     used_seed = _seed(seed, dropout_p, query)
+    positions = None
+    if order is not None:
+        query, key, value = order.permute(query), order.permute(key), order.permute(value)
+        positions = order.positions if is_causal else None
     if chosen == "reference":
         out, lse = _reference(
             query, key, value, pattern, lengths, cu_seqlens,
             is_causal=is_causal, scale=used_scale, dropout_p=dropout_p, seed=used_seed, detach_mixing=detach,
+            positions=positions,
         )  # fmt: skip
     else:
+        if positions is not None:
+            # The tiles are whole and masked by position. Padding lies behind every position: causality hides it.
+            pattern, is_causal = pattern.without_padding(), False
         out, lse = ops.attend(
-            query,
-            key,
-            value,
-            lengths,
-            cu_seqlens,
-            used_seed,
-            pattern.spec,
-            is_causal,
-            used_scale,
-            dropout_p,
-            detach,
-            chosen,
-        )
+            query, key, value, lengths, cu_seqlens, used_seed, positions, pattern.spec, is_causal, used_scale, dropout_p,
+            detach, chosen,
+        )  # fmt: skip
+    if order is not None:
+        out, lse = order.unpermute(out), order.unpermute(lse, dim=2) if return_lse else lse
     return (out, lse) if return_lse else out
 
 
@@ -247,6 +272,7 @@ def dilated_attention(
     bucket_size: int | None = None,
     transport: str = "auto",
     comm_dtype: torch.dtype | None = None,
+    order: Order | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: ``attention`` with the pattern ``Dilated(segment_lengths, dilation_rates, offsets)``.
 
@@ -273,6 +299,7 @@ def dilated_attention(
         bucket_size=bucket_size,
         transport=transport,
         comm_dtype=comm_dtype,
+        order=order,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dilated_attention_pytorch.orders import Order
 from dilated_attention_pytorch.patterns import Dilated
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -77,6 +78,40 @@ def _check_index_vector(name: str, x: Tensor | None, entries: int | None, device
         raise ValueError(f"{name} must have one entry per sample: got {x.shape[0]} entries for a batch of {entries}")
     if x.device != device and x.device.type != "cpu":
         raise ValueError(f"{name} must be on the device of query ({device}) or on the CPU, got {x.device}")
+
+
+def check_order(
+    order: Order,
+    query: Tensor,
+    key: Tensor,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    group: object = None,
+) -> None:
+    """Raise if this is no order of the positions of these tensors."""
+    if not isinstance(order, Order):
+        raise TypeError(f"order must be an Order, got {type(order).__name__}; write Order.from_permutation(p) for your own")
+    if lengths is not None or cu_seqlens is not None:
+        raise ValueError(
+            "an order is of a whole sequence, so lengths and cu_seqlens do not go with it; call once for each sequence, "
+            "with its own order"
+        )
+    if group is not None:
+        raise ValueError(
+            "an order is of a whole sequence, and with group each rank has a part of it; order the sequence before it is "
+            "sharded (order.permute), which is exact if is_causal is False"
+        )
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"an order needs as many queries as keys, got {query.shape[1]} and {key.shape[1]}; decode without an order"
+        )
+    if len(order) != key.shape[1]:
+        raise ValueError(f"the order is over {len(order)} positions, got a sequence of {key.shape[1]}")
+    batch = order.positions.shape[:-1]
+    if batch and batch[0] != query.shape[0]:
+        raise ValueError(f"the order is for {batch[0]} samples, got a batch of {query.shape[0]}")
+    if order.device != query.device:
+        raise ValueError(f"the order is on {order.device} and query on {query.device}; use order.to({str(query.device)!r})")
 
 
 def check_options(scale: float | None, dropout_p: float, mixing_gradient: str) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dilated_attention_pytorch import backends, ops
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.checks import check_call, check_pattern, check_qkv
+from dilated_attention_pytorch.checks import check_call, check_order, check_pattern, check_qkv
+from dilated_attention_pytorch.orders import Identity, Order
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.problem import Problem
 
@@ -67,12 +68,14 @@ def explain(
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
+    order: Order | None = None,
     world_size: int | None = None,
     layout: str = "contiguous",
 ) -> Explanation:
     """Which backend and kernel ``attention`` would use for these arguments, why not others, and how much work it is.
 
-    With ``world_size``, also what that many ranks would send one another if they shared these tensors evenly.
+    The pairs are those computed: under an order, causality hides some of them afterwards. With ``world_size``, also
+    what that many ranks would send one another if they shared these tensors evenly.
 
     >>> import torch
     >>> q = torch.empty(1, 65536, 8, 64)
@@ -86,14 +89,18 @@ def explain(
     check_pattern(pattern)
     check_qkv(query, key, value)
     check_call(query, key, is_causal, None, lengths, cu_seqlens)
-    request = Request.of(query, dropout_p)
+    ordered_causal = False
+    if order is not None:
+        check_order(order, query, key, lengths, cu_seqlens)
+        ordered_causal = is_causal and not isinstance(order, Identity)
+    request = Request.of(query, dropout_p, ordered_causal)
     chosen = backends.choose(backend, request)
     refused = []
     for name in backends.candidates(backend, request):
         if name == chosen:
             break
         refused.append((name, tuple(backends.why_not(name, request))))
-    problem = Problem.of(query, key, pattern.spec, is_causal, lengths, cu_seqlens)
+    problem = Problem.of(query, key, pattern.spec, is_causal and not ordered_causal, lengths, cu_seqlens)
     plans = problem.plans()
     samples = [span.samples.stop - span.samples.start for span, _ in plans]
     group = problem.heads // problem.key_heads

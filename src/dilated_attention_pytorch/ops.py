@@ -37,6 +37,11 @@ def rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _row_positions(positions: Tensor | None, query: Tensor) -> Tensor | None:
+    """(B, N) as kernels read it: one row of positions for each sample, in 32 bits."""
+    return None if positions is None else positions.to(torch.int32).expand(query.shape[:2]).contiguous()
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -44,6 +49,7 @@ def _attend(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
+    positions: Tensor | None,
     pattern: str,
     is_causal: bool,
     scale: float,
@@ -51,14 +57,18 @@ def _attend(
     detach_mixing: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))`` of a dilated pattern."""
+    """``(out (B, N, H, D), lse (B, H, N))`` of a dilated pattern.
+
+    With ``positions`` (N,) or (B, N), each row sees only rows whose positions are not larger than its own.
+    """
     query, key, value = map(rows_contiguous, (query, key, value))
+    positions = _row_positions(positions, query)
     problem = Problem.of(query, key, pattern, is_causal, lengths, cu_seqlens)
     if backend == "triton":
         from dilated_attention_pytorch.backends.triton import run  # imports triton
 
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-            return run.forward(problem, query, key, value, scale=scale, dropout_p=dropout_p, seed=seed)
+            return run.forward(problem, query, key, value, scale=scale, dropout_p=dropout_p, seed=seed, positions=positions)
     dropout = Dropout(dropout_p, seed) if dropout_p > 0.0 else None
     if backend == "hopper":
         from dilated_attention_pytorch.backends.hopper import run as hopper_run
@@ -67,7 +77,7 @@ def _attend(
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             return hopper_run.forward(problem, query, key, value, scale=scale)
     kernel = _tile_kernel(backend, query)
-    return tiles.forward(problem, query, key, value, scale=scale, kernel=kernel, dropout=dropout)
+    return tiles.forward(problem, query, key, value, scale=scale, kernel=kernel, dropout=dropout, positions=positions)
 
 
 def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -87,6 +97,7 @@ def _attend_backward(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
+    positions: Tensor | None,
     pattern: str,
     is_causal: bool,
     scale: float,
@@ -96,20 +107,31 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``: each tile's ordinary backward is its exact share."""
     query, key, value, dout = map(rows_contiguous, (query, key, value, dout))
+    positions = _row_positions(positions, query)
     problem = Problem.of(query, key, pattern, is_causal, lengths, cu_seqlens)
     tensors = (dout, dlse, query, key, value, out, lse)
     if backend == "triton":
         from dilated_attention_pytorch.backends.triton import run  # imports triton
 
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-            return run.backward(problem, *tensors, scale=scale, dropout_p=dropout_p, seed=seed, detach_mixing=detach_mixing)
+            return run.backward(
+                problem,
+                *tensors,
+                scale=scale,
+                dropout_p=dropout_p,
+                seed=seed,
+                positions=positions,
+                detach_mixing=detach_mixing,
+            )
     if backend == "hopper":
         from dilated_attention_pytorch.backends.hopper import run as hopper_run
 
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             return hopper_run.backward(problem, *tensors, scale=scale, detach_mixing=detach_mixing)
     kernel, dropout = _tile_kernel(backend, query), Dropout(dropout_p, seed) if dropout_p > 0.0 else None
-    return tiles.backward(problem, *tensors, scale=scale, detach_mixing=detach_mixing, kernel=kernel, dropout=dropout)
+    return tiles.backward(
+        problem, *tensors, scale=scale, detach_mixing=detach_mixing, kernel=kernel, dropout=dropout, positions=positions
+    )
 
 
 def _attend_backward_fake(
@@ -119,19 +141,19 @@ def _attend_backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, lengths, cu_seqlens, seed, *ctx.constants = inputs
+    query, key, value, lengths, cu_seqlens, seed, positions, *ctx.constants = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, *output, lengths, cu_seqlens, seed)
+    ctx.save_for_backward(query, key, value, *output, lengths, cu_seqlens, seed, positions)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, value, out, lse, *optional = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 12
+        return (None,) * 13
     if dout is None:
         dout = torch.zeros_like(out)
     grads = attend_backward(dout, dlse, query, key, value, out, lse, *optional, *ctx.constants)
-    return (*grads, *(None,) * 9)
+    return (*grads, *(None,) * 10)
 
 
 def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:

@@ -90,6 +90,10 @@ class Dilated:
                 f"each branch takes them modulo its own rate), got {self.offsets}"
             )
 
+    def without_padding(self) -> Dilated:
+        """The same pattern by the definition, without the zero keys of ``torchscale_padding``."""
+        return Dilated(self.segment_lengths, self.dilation_rates, self.offsets)
+
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
         """The pairs (segment length, dilation rate)."""

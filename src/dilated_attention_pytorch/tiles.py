@@ -40,7 +40,9 @@ class TileKernel:
     ``delta = (dout * out).sum(-1)`` and ``lse`` only through the weights ``exp(s - lse)``: both may come from a larger
     softmax of which the tile is a part.
 
-    Where a call has dropout, both get ``factors=`` as well; kernels without that argument refuse such calls beforehand.
+    A call with dropout passes ``factors=`` as well, one by order ``positions=``, the positions of the query rows and of the
+    key rows, (U, heads, rows) each: a row then sees the keys whose positions are not larger than its own. Kernels without
+    these arguments refuse such calls beforehand.
     """
 
     name: str
@@ -86,11 +88,18 @@ class _Piece:
         view = self.keys(x_bmg)
         return view.expand(-1, len(self.members), *view.shape[2:]) if len(self.heads) == 1 else view
 
+    def positions(self, positions_bn: Tensor | None) -> dict[str, Any]:
+        """The further argument of a kernel, if rows are masked by position: the positions of its rows."""
+        if positions_bn is None:
+            return {}
+        any_head = positions_bn.unsqueeze(-1).expand(-1, -1, 2)  # two, so that the stride is 0
+        return {"positions": (self.queries(any_head), self.repeated_keys(any_head))}
+
     def sum_members(self, dkv: Tensor) -> Tensor:
         """Undo the repetition of ``repeated_keys`` for a gradient."""
         return dkv.sum(1, keepdim=True) if len(self.heads) == 1 and len(self.members) > 1 else dkv
 
-    def dropout(self, dropout: Dropout | None, device: torch.device) -> dict[str, Factors]:
+    def dropout(self, dropout: Dropout | None, device: torch.device) -> dict[str, Any]:
         """The further argument of a kernel, if there is dropout."""
         if dropout is None:
             return {}
@@ -187,6 +196,7 @@ def _accumulate(
     scale: float,
     kernel: TileKernel,
     dropout: Dropout | None,
+    positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``out (B, N, H, D)`` and ``lse (B, N, H)``, both in the accumulation type."""
     dtype = accumulate_dtype(query.dtype)
@@ -196,7 +206,9 @@ def _accumulate(
         rows, columns = (span.samples, span.queries), (span.samples, span.keys)
         part = (query[rows], key[columns], value[columns], out[rows], lse_bnh[rows])
         placed = dropout and dropout.at(span.samples.start, span.keys.start)
-        attend_(plan, *part, scale=scale, kernel=kernel, dropout=placed, limit=part_limit(query))
+        some = None if positions is None else positions[columns]
+        limit = part_limit(query)
+        attend_(plan, *part, scale=scale, kernel=kernel, dropout=placed, limit=limit, positions=some)
     return out, lse_bnh
 
 
@@ -213,13 +225,18 @@ def attend_(
     dropout: Dropout | None,
     limit: int,
     packed: bool = False,
+    positions: Tensor | None = None,
 ) -> None:
-    """Merge the tiles of a plan into ``out`` and ``lse``; tensors hold the plan's query and key rows (or packed keys)."""
+    """Merge the tiles of a plan into ``out`` and ``lse``; tensors hold the plan's query and key rows (or packed keys).
+
+    With ``positions`` (B, N), queries and keys are the same rows, and each sees those whose position is not larger.
+    """
     tensors = (query, key, value, out, lse_bnh)
     group = query.shape[2] // key.shape[2]
-    for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, tensors, packed):
+    views = tensors if positions is None else (*tensors, positions)
+    for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, views, packed):
         # A function of its own, so that no partial result outlives its merge.
-        _forward_piece_(piece, *tensors, scale, kernel, dropout)
+        _forward_piece_(piece, *tensors, scale, kernel, dropout, positions)
 
 
 def forward(
@@ -231,10 +248,11 @@ def forward(
     scale: float,
     kernel: TileKernel,
     dropout: Dropout | None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged."""
     query, scale, _ = positive_scale(query, scale)
-    out, lse_bnh = _accumulate(problem.plans(), query, key, value, scale, kernel, dropout)
+    out, lse_bnh = _accumulate(problem.plans(), query, key, value, scale, kernel, dropout, positions)
     return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
 
 
@@ -248,9 +266,11 @@ def _forward_piece_(
     scale: float,
     kernel: TileKernel,
     dropout: Dropout | None,
+    positions: Tensor | None,
 ) -> None:
     q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
-    part, part_lse = kernel.forward(q, k, v, piece.family.causal, scale, **piece.dropout(dropout, q.device))
+    more = piece.dropout(dropout, q.device) | piece.positions(positions)
+    part, part_lse = kernel.forward(q, k, v, piece.family.causal, scale, **more)
     if piece.family.zero_keys:
         with_zeros = torch.logaddexp(part_lse, torch.full_like(part_lse, piece.family.zero_keys).log())
         part = part * torch.exp(part_lse - with_zeros).unsqueeze(-1)
@@ -272,6 +292,7 @@ def backward(
     detach_mixing: bool,
     kernel: TileKernel,
     dropout: Dropout | None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``: the gradients of all tiles, summed, given the merged ``out`` and ``lse``."""
     query, scale, sign = positive_scale(query, scale)
@@ -284,15 +305,20 @@ def backward(
     for part in alone if detach_mixing else [problem]:
         some, some_out = part.plans(), out
         if detach_mixing:
-            some_out = _accumulate(some, query, key, value, scale, kernel, dropout)[0].to(query.dtype)
+            some_out = _accumulate(some, query, key, value, scale, kernel, dropout, positions)[0].to(query.dtype)
         for span, plan in some:
             rows, columns = (span.samples, span.queries), (span.samples, span.keys)
             by_row = dout[rows], some_out[rows], lse_bnh[rows]
             some_dlse = None if dlse_bnh is None else dlse_bnh[rows]
             qkv = query[rows], key[columns], value[columns]
             grads = dq[rows], dk[columns], dv[columns]
-            placed = dropout and dropout.at(span.samples.start, span.keys.start)
-            options: dict[str, Any] = {"scale": scale, "kernel": kernel, "dropout": placed, "limit": part_limit(query)}
+            options: dict[str, Any] = {
+                "scale": scale,
+                "kernel": kernel,
+                "dropout": dropout and dropout.at(span.samples.start, span.keys.start),
+                "limit": part_limit(query),
+                "positions": None if positions is None else positions[columns],
+            }
             add_gradients_(plan, by_row, some_dlse, qkv, grads, **options)
     if sign != 1.0:
         dq *= sign
@@ -311,13 +337,14 @@ def add_gradients_(
     dropout: Dropout | None,
     limit: int,
     packed: bool = False,
+    positions: Tensor | None = None,
 ) -> None:
     """Add the gradients of the tiles of a plan to ``grads`` (dq, dk, dv); ``by_row`` is dout, out and lse (B, N, H)."""
-    tensors = (*by_row, *qkv, *grads, *(() if dlse_bnh is None else (dlse_bnh,)))
+    tensors = (*by_row, *qkv, *grads, *(x for x in (dlse_bnh, positions) if x is not None))
     query, key, _ = qkv
     group = query.shape[2] // key.shape[2]
     for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, tensors, packed):
-        _backward_piece_(piece, *by_row, dlse_bnh, *qkv, grads, scale, kernel, dropout)
+        _backward_piece_(piece, *by_row, dlse_bnh, *qkv, grads, scale, kernel, dropout, positions)
 
 
 def packed_views(plan: Plan, x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -345,9 +372,11 @@ def _backward_piece_(
     scale: float,
     kernel: TileKernel,
     dropout: Dropout | None,
+    positions: Tensor | None,
 ) -> None:
     q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
-    lse, causal, more = piece.queries(lse_bnh).contiguous(), piece.family.causal, piece.dropout(dropout, q.device)
+    lse, causal, mask = piece.queries(lse_bnh).contiguous(), piece.family.causal, piece.positions(positions)
+    more = piece.dropout(dropout, q.device) | mask
     part = kernel.backward(piece.queries(dout), q, k, v, piece.queries(out), lse, causal, scale, **more)
     _add_gradients_(piece, grads, part)
     if dlse_bnh is not None:
@@ -357,7 +386,7 @@ def _backward_piece_(
         dlse = piece.queries(dlse_bnh)
         size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny)  # half precision could not hold it
         minus_dlse[..., 0] = -dlse / size
-        dq, dk, _ = kernel.backward(unit, q, k, zeros, minus_dlse, lse, causal, scale)
+        dq, dk, _ = kernel.backward(unit, q, k, zeros, minus_dlse, lse, causal, scale, **mask)
         _add_gradients_(piece, grads[:2], (dq * size, dk * size))
 
 

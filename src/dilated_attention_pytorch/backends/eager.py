@@ -26,7 +26,14 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _blocks(q: Tensor, k: Tensor, causal: bool, scale: float, most: int) -> Iterator[tuple[slice, slice, Tensor]]:
+def _finite(lse: Tensor) -> Tensor:
+    """A row that sees nobody has only scores of -inf: their weights are 0 with any lse but -inf."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def _blocks(
+    q: Tensor, k: Tensor, causal: bool, scale: float, most: int, positions: tuple[Tensor, Tensor] | None
+) -> Iterator[tuple[slice, slice, Tensor]]:
     """Blocks of query rows with the keys they may see and their scores."""
     units, heads, rows, _ = q.shape
     dtype = _compute_dtype(q)
@@ -38,19 +45,28 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, scale: float, most: int) -> Iter
         if causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(start + 1)
             scores.masked_fill_(hidden, -torch.inf)
+        if positions is not None:
+            scores.masked_fill_(positions[0][:, :, block, None] < positions[1][:, :, None, :], -torch.inf)
         yield block, seen, scores
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, factors: Factors | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    factors: Factors | None = None,
+    positions: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     dtype = _compute_dtype(q)
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
-    for block, seen, scores in _blocks(q, k, causal, scale, _MAX_SCORES if factors is None else _MAX_FACTORS):
+    most = _MAX_SCORES if factors is None else _MAX_FACTORS
+    for block, seen, scores in _blocks(q, k, causal, scale, most, positions):
         block_lse = torch.logsumexp(scores, -1)
         lse[:, :, block] = block_lse
-        weights = scores.sub_(block_lse.unsqueeze(-1)).exp_()
+        weights = scores.sub_(_finite(block_lse).unsqueeze(-1)).exp_()
         if factors is not None:
             weights.mul_(factors(block, seen))
         out[:, :, block] = torch.matmul(weights, v[:, :, seen].to(dtype))
@@ -67,11 +83,13 @@ def _backward(
     causal: bool,
     scale: float,
     factors: Factors | None = None,
+    positions: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = _compute_dtype(q)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    for block, seen, scores in _blocks(q, k, causal, scale, _MAX_SCORES if factors is None else _MAX_FACTORS):
-        weights = scores.sub_(lse[:, :, block].unsqueeze(-1)).exp_()
+    most = _MAX_SCORES if factors is None else _MAX_FACTORS
+    for block, seen, scores in _blocks(q, k, causal, scale, most, positions):
+        weights = scores.sub_(_finite(lse[:, :, block]).unsqueeze(-1)).exp_()
         dout_block = dout[:, :, block].to(dtype)
         delta = (dout_block * out[:, :, block].to(dtype)).sum(-1, keepdim=True)
         dweights = torch.matmul(dout_block, v[:, :, seen].to(dtype).transpose(-1, -2))

@@ -42,10 +42,20 @@ def _scores_bhnm(query: Tensor, key: Tensor, scale: float) -> Tensor:
     return torch.einsum("bnhd,bmhd->bhnm", query, key.repeat_interleave(group, dim=2)) * scale
 
 
-def _meets_hnm(pattern: Dilated, branch: int, i: Tensor, j: Tensor, heads: int, key_heads: int, causal: bool) -> Tensor:
+def _allowed(i: Tensor, j: Tensor, is_causal: bool, positions: Tensor | None) -> Tensor:
+    """Which pairs causality allows, (N, M) or (B, 1, N, M): by ``positions`` if the sequence is in another order."""
+    if not is_causal:
+        return torch.ones((), dtype=torch.bool, device=j.device)
+    if positions is None:
+        return j <= i
+    return positions[..., None, None, :] <= positions[..., None, :, None]
+
+
+def _meets(pattern: Dilated, branch: int, i: Tensor, j: Tensor, heads: int, key_heads: int, allowed: Tensor) -> Tensor:
+    """Which pairs meet in a branch: (H, N, M), or (B, H, N, M) if that differs by sample."""
     group = heads // key_heads
     masks = [pattern.meets(branch, i, j, key_head=h // group, key_heads=key_heads) for h in range(heads)]
-    return torch.stack(masks) & (j <= i) if causal else torch.stack(masks)
+    return torch.stack(masks) & allowed
 
 
 def _zero_keys_hn1(pattern: Dilated, branch: int, i: Tensor, length: int, heads: int, key_heads: int) -> Tensor:
@@ -69,11 +79,20 @@ def _softmax(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def weights(
-    query: Tensor, key: Tensor, pattern: Dilated, rows: Tensor, *, length: int, is_causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    pattern: Dilated,
+    rows: Tensor,
+    *,
+    length: int,
+    is_causal: bool,
+    scale: float,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The attention weights (B, H, rows, M) of query rows at the positions ``rows``, and their lse (B, H, rows).
 
-    ``key`` holds the positions 0 .. length - 1 and ``query`` one row for each entry of ``rows``.
+    ``key`` holds the positions 0 .. length - 1 and ``query`` one row for each entry of ``rows``. If the sequence is in
+    another order, ``positions`` (M,) or (B, M) are what causality goes by, and ``query`` has all rows.
     """
     heads, key_heads = query.shape[2], key.shape[2]
     i, j = rows[:, None], torch.arange(length, device=key.device)[None, :]
@@ -81,8 +100,9 @@ def weights(
         s = _scores_bhnm(query, key, scale)
     count = torch.zeros((heads, len(rows), length), dtype=s.dtype, device=s.device)
     zeros = torch.zeros((heads, len(rows), 1), dtype=s.dtype, device=s.device)
+    allowed = _allowed(i, j, is_causal, positions)
     for branch in range(len(pattern.branches)):
-        count = count + _meets_hnm(pattern, branch, i, j, heads, key_heads, is_causal)
+        count = count + _meets(pattern, branch, i, j, heads, key_heads, allowed)
         if pattern.torchscale_padding and not is_causal:
             zeros = zeros + _zero_keys_hn1(pattern, branch, i, length, heads, key_heads)
     # -inf by selection, not by addition: a NaN score of a pair that does not meet must not count
@@ -104,10 +124,12 @@ def attend(
     detach_mixing: bool,
     first_sample: int,
     first_row: int,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))`` of whole sequences; the queries are the last N of the M positions.
 
-    ``first_sample`` and ``first_row`` place the tensors in the caller's batch, which is what dropout counts by.
+    ``first_sample`` and ``first_row`` place the tensors in the caller's batch, which is what dropout counts by;
+    ``positions`` is what causality goes by, see ``weights``.
     """
     n, m, heads, key_heads = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
     check_size(query.shape[0] * heads * n * m)
@@ -115,11 +137,12 @@ def attend(
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     query, key, value = query.to(compute), key.to(compute), value.to(compute)
     rows = torch.arange(m - n, m, device=query.device)
-    p, lse = weights(query, key, pattern, rows, length=m, is_causal=is_causal, scale=scale)
+    p, lse = weights(query, key, pattern, rows, length=m, is_causal=is_causal, scale=scale, positions=positions)
     if detach_mixing or dropout_p > 0.0:
         # p / multiplicity: the weight of a pair in each branch in which it meets
         i, j = rows[:, None], torch.arange(m, device=query.device)[None, :]
-        meets = [_meets_hnm(pattern, b, i, j, heads, key_heads, is_causal) for b in range(len(pattern.branches))]
+        allowed = _allowed(i, j, is_causal, positions)
+        meets = [_meets(pattern, b, i, j, heads, key_heads, allowed) for b in range(len(pattern.branches))]
         share = p / torch.stack(meets).sum(0).clamp(min=1)
         p = torch.zeros_like(p)
         for branch, met in enumerate(meets):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.request import DROPOUT_REASON, Request
+from dilated_attention_pytorch.backends.request import DROPOUT_REASON, ORDER_REASON, Request
 from dilated_attention_pytorch.tiles import TileKernel
 
 _aten = torch.ops.aten
@@ -142,6 +142,8 @@ def why_not(request: Request) -> list[str]:
     """No reason if one of the operators can serve the request, else the reasons of all."""
     if request.dropout_p > 0.0:
         return [DROPOUT_REASON.format(p=request.dropout_p)]
+    if request.ordered:
+        return [ORDER_REASON]
     refusals = [reasons(request) for _, reasons in KERNELS]
     return [] if not all(refusals) else [reason for reasons in refusals for reason in reasons]
 

@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.backends.request import ORDER_REASON, Request
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = range(24, 129, 8)
@@ -27,4 +27,6 @@ def why_not(request: Request) -> list[str]:
         reasons.append(f"Hopper kernels take head sizes from 24 to 128 in steps of 8, got {request.head_dim}")
     if request.dropout_p > 0.0:
         reasons.append(f"Hopper kernels have no dropout, got dropout_p = {request.dropout_p}")
+    if request.ordered:
+        reasons.append(ORDER_REASON)
     return reasons

@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 
 from dilated_attention_pytorch.backends.triton.primitives import (
+    LAST,
     LOG2_E,
     block_offsets,
     dropout_stream,
     find_family,
     kept,
     load_block,
+    load_positions,
     locate,
     own_part_row,
     part_rows,
@@ -92,11 +94,16 @@ def _dq_over_keys(
     stride,
     threshold,
     keep_scale,
+    POSITIONS,
+    sample,
+    N,
+    q_originals,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
+    ORDERED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     for n in tl.range(start, stop, BLOCK_N):
@@ -106,7 +113,11 @@ def _dq_over_keys(
         p = tl.math.exp2(s * scale_log2 - lse2[:, None])
         columns = n + tl.arange(0, BLOCK_N)
         if MASKED:
-            visible = (columns < k_rows)[None, :] & ((columns[None, :] <= rows[:, None]) | (not causal))
+            if ORDERED:
+                k_originals = load_positions(POSITIONS, sample, N, k_start, stride, columns, columns < k_rows, LAST)
+                visible = (columns < k_rows)[None, :] & (k_originals[None, :] <= q_originals[:, None])
+            else:
+                visible = (columns < k_rows)[None, :] & ((columns[None, :] <= rows[:, None]) | (not causal))
             p = tl.where(visible, p, 0.0)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
@@ -131,6 +142,7 @@ def dq_kernel(
     LAYOUT,
     OFFSETS,
     SEED,
+    POSITIONS,
     families,
     q_stride_b,
     q_stride_n,
@@ -161,6 +173,7 @@ def dq_kernel(
     ATTEND: tl.constexpr,
     FINAL: tl.constexpr,
     DROPOUT: tl.constexpr,
+    ORDERED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -202,17 +215,24 @@ def dq_kernel(
         if DROPOUT:
             stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
 
+        q_originals = rows
+        if ORDERED:
+            q_originals = load_positions(POSITIONS, sample, N, q_start, stride, rows, inside, LAST)
+
         seen = tl.where(causal, tl.minimum(first + BLOCK_M, k_rows), k_rows)
         whole = tl.where(causal, tl.minimum(first, k_rows), k_rows) // BLOCK_N * BLOCK_N
-        dq = _dq_over_keys(
-            dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
-            causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
-            D, BLOCK_D, BLOCK_N, False, DROPOUT, PRECISION,
-        )  # fmt: skip
+        if ORDERED:  # every block is masked
+            whole = whole * 0
+        else:
+            dq = _dq_over_keys(
+                dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows,
+                rows, causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale, POSITIONS, sample, N,
+                q_originals, D, BLOCK_D, BLOCK_N, False, DROPOUT, ORDERED, PRECISION,
+            )  # fmt: skip
         dq = _dq_over_keys(
             dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
-            causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
-            D, BLOCK_D, BLOCK_N, True, DROPOUT, PRECISION,
+            causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale, POSITIONS, sample, N,
+            q_originals, D, BLOCK_D, BLOCK_N, True, DROPOUT, ORDERED, PRECISION,
         )  # fmt: skip
         dq *= scale
     positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
@@ -258,11 +278,17 @@ def _dkv_over_queries(
     stride,
     threshold,
     keep_scale,
+    POSITIONS,
+    sample,
+    N,
+    q_start,
+    k_originals,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
+    ORDERED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -281,7 +307,11 @@ def _dkv_over_queries(
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.math.exp2(s * scale_log2 - (lse * LOG2_E)[None, :])
         if MASKED:
-            p = tl.where((columns[:, None] <= rows[None, :]) | (not causal), p, 0.0)
+            if ORDERED:
+                q_originals = load_positions(POSITIONS, sample, N, q_start, stride, rows, rows < q_rows, LAST)
+                p = tl.where(k_originals[:, None] <= q_originals[None, :], p, 0.0)
+            else:
+                p = tl.where((columns[:, None] <= rows[None, :]) | (not causal), p, 0.0)
         dout = load_block(dout_pointer + m * dout_step, dout_offsets, q_rows - m, D, BLOCK_M, BLOCK_D, MASKED)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         if DROPOUT:
@@ -311,6 +341,7 @@ def dkv_kernel(
     LAYOUT,
     OFFSETS,
     SEED,
+    POSITIONS,
     families,
     q_stride_b,
     q_stride_n,
@@ -342,6 +373,7 @@ def dkv_kernel(
     ATTEND: tl.constexpr,
     FINAL: tl.constexpr,
     DROPOUT: tl.constexpr,
+    ORDERED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -378,6 +410,11 @@ def dkv_kernel(
         end = tl.maximum(q_rows // BLOCK_M * BLOCK_M, tl.minimum(clear, q_rows))
         crossing = (tl.minimum(clear, q_rows) - begin + BLOCK_M - 1) // BLOCK_M
         cut = tl.where(end < q_rows, 1, 0)
+        k_originals = columns
+        if ORDERED:  # every block is masked
+            k_originals = load_positions(POSITIONS, sample, N, k_start, stride, columns, inside, LAST)
+            crossing = (q_rows + BLOCK_M - 1) // BLOCK_M
+            cut = cut * 0
         for member in tl.range(0, group):
             head = key_head * group + member
             q_pointer = Q + sample * q_stride_b + q_start * q_stride_n + head * q_stride_h
@@ -389,14 +426,16 @@ def dkv_kernel(
             dk, dv = _dkv_over_queries(
                 dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
                 dout_offsets, begin, crossing, end, cut, q_rows, columns, causal, scale_log2, stream, q_start + q_shift,
-                k_positions, stride, threshold, keep_scale, D, BLOCK_D, BLOCK_M, True, DROPOUT, WIDE, PRECISION,
+                k_positions, stride, threshold, keep_scale, POSITIONS, sample, N, q_start, k_originals,
+                D, BLOCK_D, BLOCK_M, True, DROPOUT, ORDERED, WIDE, PRECISION,
             )  # fmt: skip
-            dk, dv = _dkv_over_queries(
-                dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
-                dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_rows, columns, causal, scale_log2, stream,
-                q_start + q_shift, k_positions, stride, threshold, keep_scale,
-                D, BLOCK_D, BLOCK_M, False, DROPOUT, WIDE, PRECISION,
-            )  # fmt: skip
+            if not ORDERED:
+                dk, dv = _dkv_over_queries(
+                    dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step,
+                    q_offsets, dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_rows, columns, causal, scale_log2,
+                    stream, q_start + q_shift, k_positions, stride, threshold, keep_scale, POSITIONS, sample, N, q_start,
+                    k_originals, D, BLOCK_D, BLOCK_M, False, DROPOUT, ORDERED, WIDE, PRECISION,
+                )  # fmt: skip
         dk *= scale
     first_row = k_start + first * stride
     positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_N, WIDE)).to(tl.int32)

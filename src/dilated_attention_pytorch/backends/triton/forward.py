@@ -6,12 +6,15 @@ import triton
 import triton.language as tl
 
 from dilated_attention_pytorch.backends.triton.primitives import (
+    LAST,
     LN_2,
+    LOWEST,
     block_offsets,
     dropout_stream,
     find_family,
     kept,
     load_block,
+    load_positions,
     locate,
     own_part_row,
     part_rows,
@@ -43,11 +46,16 @@ def _attend_keys(
     stride,
     threshold,
     keep_scale,
+    POSITIONS,
+    sample,
+    N,
+    q_originals,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
+    ORDERED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One online-softmax pass over the keys from ``start`` to ``stop``."""
@@ -56,9 +64,15 @@ def _attend_keys(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         columns = n + tl.arange(0, BLOCK_N)
         if MASKED:
-            visible = (columns < k_rows)[None, :] & ((columns[None, :] <= rows[:, None]) | (not causal))
+            if ORDERED:
+                k_originals = load_positions(POSITIONS, sample, N, k_start, stride, columns, columns < k_rows, LAST)
+                visible = (columns < k_rows)[None, :] & (k_originals[None, :] <= q_originals[:, None])
+            else:
+                visible = (columns < k_rows)[None, :] & ((columns[None, :] <= rows[:, None]) | (not causal))
             s = tl.where(visible, s * scale_log2, -float("inf"))
             m2_new = tl.maximum(m2, tl.max(s, 1))
+            if ORDERED:  # a row may see nothing of the first blocks: no difference of infinities
+                m2_new = tl.maximum(m2_new, LOWEST)
             p = tl.math.exp2(s - m2_new[:, None])
         else:
             m2_new = tl.maximum(m2, tl.max(s, 1) * scale_log2)
@@ -101,6 +115,7 @@ def forward_kernel(
     LAYOUT,
     OFFSETS,
     SEED,
+    POSITIONS,  # (B, N) int32: the original position of each row, if ORDERED
     families,
     q_stride_b,
     q_stride_n,
@@ -127,6 +142,7 @@ def forward_kernel(
     ATTEND: tl.constexpr,  # compute attention, else only add up parts
     FINAL: tl.constexpr,  # write OUT, else parts
     DROPOUT: tl.constexpr,
+    ORDERED: tl.constexpr,  # a row sees the keys whose positions are not larger than its own
     NEGATIVE: tl.constexpr,  # the scale is negative
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -170,17 +186,24 @@ def forward_kernel(
         if DROPOUT:
             stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
 
+        q_originals = rows
+        if ORDERED:
+            q_originals = load_positions(POSITIONS, sample, N, q_start, stride, rows, rows < q_rows, LAST)
+
         seen = tl.where(causal, tl.minimum(first + BLOCK_M, k_rows), k_rows)
         whole = tl.where(causal, tl.minimum(first, k_rows), k_rows) // BLOCK_N * BLOCK_N
-        acc, m2, total = _attend_keys(
-            acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
-            causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
-            D, BLOCK_D, BLOCK_N, False, DROPOUT, PRECISION,
-        )  # fmt: skip
+        if ORDERED:  # every block is masked
+            whole = whole * 0
+        else:
+            acc, m2, total = _attend_keys(
+                acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
+                causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale, POSITIONS, sample, N,
+                q_originals, D, BLOCK_D, BLOCK_N, False, DROPOUT, ORDERED, PRECISION,
+            )  # fmt: skip
         acc, m2, total = _attend_keys(
             acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
-            causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale,
-            D, BLOCK_D, BLOCK_N, True, DROPOUT, PRECISION,
+            causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale, POSITIONS, sample, N,
+            q_originals, D, BLOCK_D, BLOCK_N, True, DROPOUT, ORDERED, PRECISION,
         )  # fmt: skip
         acc = acc / total[:, None]
         m2 += tl.math.log2(total)

@@ -12,6 +12,8 @@ import triton.language as tl
 COLUMNS = tl.constexpr(25)  # of a launch table, see tables.COLUMNS
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+LAST = tl.constexpr(2**31 - 1)  # behind every position
+LOWEST = tl.constexpr(-1e38)  # below every score, and finite
 
 
 @triton.jit
@@ -111,6 +113,12 @@ def load_block(pointer, offsets, rows_left, D: tl.constexpr, BLOCK: tl.constexpr
         return tl.load(pointer + offsets, mask=(tl.arange(0, BLOCK_D) < D)[None, :], other=0.0)
     else:
         return tl.load(pointer + offsets)
+
+
+@triton.jit
+def load_positions(POSITIONS, sample, N, start, step, rows, inside, other):
+    """The positions (B, N) of rows of a tile of an ordered sequence; ``other`` behind the tile."""
+    return tl.load(POSITIONS + sample * N + start + rows * step, mask=inside, other=other)
 
 
 @triton.jit

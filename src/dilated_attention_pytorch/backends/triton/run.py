@@ -81,15 +81,18 @@ def launch_forward(
     scale: float = 1.0,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    positions: Tensor | None = None,
     **mode: bool,
 ) -> None:
     """One launch over ``tensors``: query, key, value, parts, parts_lse2, out, lse."""
     query, key, value, *_, lse = tensors
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
     forward_kernel[(programs,)](
-        *tensors, table, todo.layout, todo.offsets, lse if seed is None else seed, table.shape[0], *strides,
+        *tensors, table, todo.layout, todo.offsets, lse if seed is None else seed, lse if positions is None else positions,
+        table.shape[0], *strides,
         problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        problem.keys - problem.queries, abs(scale) * LOG2_E, *_keep(dropout_p), NEGATIVE=scale < 0, **mode,
+        problem.keys - problem.queries, abs(scale) * LOG2_E, *_keep(dropout_p), NEGATIVE=scale < 0,
+        ORDERED=positions is not None, **mode,
         **_constants(problem, query, config, dropout_p, strides),
     )  # fmt: skip
 
@@ -104,7 +107,7 @@ def forward_buffers(problem: Problem, query: Tensor, todo: Work) -> tuple[Tensor
 
 
 def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))``; options: scale, dropout_p, seed."""
+    """``(out (B, N, H, D), lse (B, H, N))``; options: scale, dropout_p, seed, positions (B, N)."""
     config = _configs(query).forward
     todo = work(problem, block=config.block_m, by_keys=False, device=query.device)
     *parts, out, lse = forward_buffers(problem, query, todo)
@@ -130,14 +133,16 @@ def _launch_backward(
     scale: float = 1.0,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    positions: Tensor | None = None,
     **mode: bool,
 ) -> None:
     query, key, value, dout, lse, *_ = tensors
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
     kernel[(programs,)](
-        *tensors, table, todo.layout, todo.offsets, lse if seed is None else seed, table.shape[0], *strides, *sizes,
+        *tensors, table, todo.layout, todo.offsets, lse if seed is None else seed, lse if positions is None else positions,
+        table.shape[0], *strides, *sizes,
         problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        problem.keys - problem.queries, scale * LOG2_E, scale, *_keep(dropout_p), **mode,
+        problem.keys - problem.queries, scale * LOG2_E, scale, *_keep(dropout_p), ORDERED=positions is not None, **mode,
         **_constants(problem, query, config, dropout_p, strides),
     )  # fmt: skip
 

@@ -1,0 +1,142 @@
+"""The Hilbert curve in 2-D and 3-D, vectorised over points: codes of scattered points, and whole grids.
+
+The curve is Skilling's (AIP Conference Proceedings 707, 2004). Its top level does not depend on how many levels follow:
+``codes(x << s, bits + s) >> (dims * s) == codes(x, bits)``. So a curve of ``bits + 1`` levels is made of ``2**dims`` copies
+of the one of ``bits`` levels, turned and moved.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+Device = torch.device | str | None
+
+
+def most_bits(dims: int) -> int:
+    """The largest coordinates have so many bits: codes are int64."""
+    return 63 // dims
+
+
+def codes(coords: Tensor, bits: int) -> Tensor:
+    """The distance along the curve of points (..., dims) with integer coordinates below ``2**bits``, int64.
+
+    >>> codes(torch.tensor([[0, 0], [0, 1], [1, 1], [1, 0]]), 1)
+    tensor([0, 1, 2, 3])
+    """
+    axes = list(coords.to(torch.int64).unbind(-1))
+    for level in range(bits - 1, 0, -1):
+        low = (1 << level) - 1
+        for i in range(len(axes)):
+            high = (axes[i] >> level & 1).to(torch.bool)
+            flip = torch.where(high, low, (axes[0] ^ axes[i]) & low)
+            axes[i] = axes[i] ^ flip.masked_fill(high, 0)
+            axes[0] = axes[0] ^ flip
+    # Gray decoding
+    for i in range(1, len(axes)):
+        axes[i] = axes[i] ^ axes[i - 1]
+    flips = torch.zeros_like(axes[0])
+    for level in range(bits - 1, 0, -1):
+        flips = torch.where((axes[-1] >> level & 1).to(torch.bool), flips ^ ((1 << level) - 1), flips)
+    result = torch.zeros_like(flips)
+    for level in range(bits - 1, -1, -1):
+        for axis in axes:
+            result = result << 1 | (axis ^ flips) >> level & 1
+    return result
+
+
+@cache
+def _copies(dims: int) -> tuple[tuple[tuple[int, int, bool], ...], ...]:
+    """How a curve is made of ``2**dims`` smaller ones: for each copy and axis (corner, axis of the smaller one, mirrored).
+
+    >>> _copies(2)[0]  # the first quarter is the curve with its axes exchanged
+    ((0, 1, False), (0, 0, False))
+    """
+
+    def points(bits: int) -> list[tuple[int, ...]]:
+        every = torch.cartesian_prod(*[torch.arange(1 << bits, device="cpu")] * dims)
+        found: list[tuple[int, ...]] = [tuple(point) for point in every[codes(every, bits).argsort()].tolist()]
+        return found
+
+    corners, fine = points(1), points(2)
+    columns = list(zip(*corners, strict=True))
+    result = []
+    for copy, corner in enumerate(corners):
+        part = [[x & 1 for x in axis] for axis in zip(*fine[copy << dims : (copy + 1) << dims], strict=True)]
+        result.append(
+            tuple(
+                next(
+                    (corner[i], j, mirrored)
+                    for j, column in enumerate(columns)
+                    for mirrored in (False, True)
+                    if part[i] == [x ^ mirrored for x in column]
+                )
+                for i in range(dims)
+            )
+        )
+    return tuple(result)
+
+
+def cube(dims: int, bits: int, device: Device) -> Tensor:
+    """All points of a cube of side ``2**bits`` in the order of the curve: (dims, points), int32.
+
+    >>> cube(2, 1, None)
+    tensor([[0, 0, 1, 1],
+            [0, 1, 1, 0]], dtype=torch.int32)
+    """
+    small = torch.zeros((dims, 1), dtype=torch.int32, device=device)
+    for bit in range(bits):
+        n, side = small.shape[1], 1 << bit
+        large = torch.empty((dims, n << dims), dtype=torch.int32, device=device)
+        for copy, axes in enumerate(_copies(dims)):
+            for i, (corner, axis, mirrored) in enumerate(axes):
+                block = large[i, copy * n : (copy + 1) * n]
+                # The corner is a multiple of the side, and x ^ (side - 1) mirrors x.
+                torch.bitwise_xor(small[axis], corner * side + mirrored * (side - 1), out=block)
+        small = large
+    return small
+
+
+def _blocks(shape: tuple[int, ...], bits: int, leaf_bits: int, device: Device) -> tuple[Tensor, Tensor]:
+    """The cubes of side ``2**leaf_bits`` that touch a grid, along the curve of the cube of side ``2**bits``.
+
+    Each is the small curve with its axes exchanged and mirrored, and moved: for axis ``i`` of block ``b``, take axis
+    ``axes[b, i]`` of the small curve and flip the bits ``flips[b, i]``.
+    """
+    dims = len(shape)
+    tables = torch.tensor(_copies(dims), dtype=torch.int64, device=device).permute(2, 0, 1)  # each (copies, dims)
+    sizes = torch.tensor(shape, device=device)
+    corners = torch.zeros((1, dims), dtype=torch.int64, device=device)
+    axes, mirrored = torch.arange(dims, device=device).unsqueeze(0), torch.zeros_like(corners)
+    for bit in range(bits - 1, leaf_bits - 1, -1):
+        # (blocks, copies, dims): what the axes of a block are made of in each of its copies
+        corner, axis, mirror = tables[:, :, axes].transpose(1, 2)
+        corners = corners.unsqueeze(1) + ((corner ^ mirrored.unsqueeze(1)) << bit)
+        touching = (corners < sizes).all(-1)
+        corners, axes, mirrored = (x[touching] for x in (corners, axis, mirror ^ mirrored.unsqueeze(1)))
+    return axes, corners + mirrored * ((1 << leaf_bits) - 1)
+
+
+def grid(shape: tuple[int, ...], device: Device) -> Tensor:
+    """The row-major numbers of the points of a grid, in the order of the curve of the enclosing cube.
+
+    >>> grid((2, 3), None)  # rows 0 1 2 and 3 4 5
+    tensor([0, 3, 4, 1, 2, 5])
+    """
+    if prod(shape) == 0:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    bits, shortest_bits = (max(shape) - 1).bit_length(), (min(shape) - 1).bit_length()
+    leaf_bits = min(bits, max(2, shortest_bits - 2))  # few points outside the grid, few blocks
+    axes, flips = _blocks(shape, bits, leaf_bits, device)
+    small = cube(len(shape), leaf_bits, device)
+    numbers = torch.zeros((len(axes), small.shape[1]), dtype=torch.int64, device=device)
+    inside = None
+    for i, size in enumerate(shape):
+        coordinate = small[axes[:, i]].bitwise_xor_(flips[:, i, None].to(torch.int32))
+        numbers.mul_(size).add_(coordinate)
+        if size % (1 << leaf_bits):
+            inside = coordinate < size if inside is None else inside.logical_and_(coordinate < size)
+    return numbers.flatten() if inside is None else numbers[inside]
