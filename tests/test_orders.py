@@ -206,7 +206,8 @@ def test_compiled(order):
     counter = CompileCounterWithBackend("aot_eager")
 
     def layer(x):
-        return order.unpermute((order.permute(x) * torch.arange(20)[:, None]).sin())
+        y = order.unpermute((order.permute(x) * torch.arange(20)[:, None]).sin())
+        return order.unpermute((order.permute(y.mT, dim=2) * torch.arange(20)).cos(), dim=2).mT
 
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for _ in range(3):

@@ -26,8 +26,13 @@ def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """``x`` with its rows along ``dim`` chosen by ``index`` (n,), or (B, n) for each sample (dimension 0)."""
     if index.dim() == 1:
         return x.index_select(dim, index)
-    samples = torch.arange(index.shape[0], device=index.device).unsqueeze(1)
-    return x.movedim(dim, 1)[samples, index].movedim(1, dim).contiguous()
+    # Always a new tensor: compiled by PyTorch 2.11, an autograd function that ends in a contiguous() that does nothing has
+    # gradients of 0.
+    if dim == 1:  # by rows
+        return x[torch.arange(index.shape[0], device=index.device).unsqueeze(1), index]
+    shape = [1] * x.dim()
+    shape[0], shape[dim] = index.shape
+    return x.gather(dim, index.view(shape).expand(x.shape))
 
 
 class _Permute(torch.autograd.Function):
