@@ -59,7 +59,6 @@ def times(quick: bool) -> dict[str, float]:
         "grid_2d_cut_s": fastest(lambda: Hilbert.grid(side - 1, side + 1), 3),
         "grid_3d_s": fastest(lambda: Hilbert.grid(points // 65536, 256, 256), 3),
         "line_s": fastest(lambda: Hilbert.line(points), 3),
-        "inverse_s": fastest(lambda: Hilbert.grid(side, side).places, 3),
         "scattered_points": points // 16,
         "scattered_s": fastest(lambda: Hilbert.coordinates(scattered), 1),
         "permuted_rows_of_64": points // 16,

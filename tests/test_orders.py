@@ -206,7 +206,8 @@ def test_compiled(order):
     counter = CompileCounterWithBackend("aot_eager")
 
     def layer(x):
-        return order.unpermute((order.permute(x) * torch.arange(20)[:, None]).sin())
+        y = order.unpermute((order.permute(x) * torch.arange(20)[:, None]).sin())
+        return order.unpermute((order.permute(y.mT, dim=2) * torch.arange(20)).cos(), dim=2).mT
 
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for _ in range(3):
@@ -216,7 +217,7 @@ def test_compiled(order):
         torch.testing.assert_close(out, expected)
         for a, e in zip(torch.autograd.grad(out, x, dout), torch.autograd.grad(expected, x, dout), strict=True):
             torch.testing.assert_close(a, e)
-    assert counter.frame_count <= 2  # the second with the inverse at hand
+    assert counter.frame_count == 1
     made_inside = torch.compile(lambda x: ZigZag(20, 2).permute(x), fullgraph=True, backend="aot_eager")
     assert torch.equal(made_inside(x), ZigZag(20, 2).permute(x))
 

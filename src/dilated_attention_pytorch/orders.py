@@ -26,8 +26,13 @@ def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """``x`` with its rows along ``dim`` chosen by ``index`` (n,), or (B, n) for each sample (dimension 0)."""
     if index.dim() == 1:
         return x.index_select(dim, index)
-    samples = torch.arange(index.shape[0], device=index.device).unsqueeze(1)
-    return x.movedim(dim, 1)[samples, index].movedim(1, dim).contiguous()
+    # Always a new tensor: compiled by PyTorch 2.11, an autograd function that ends in a contiguous() that does nothing has
+    # gradients of 0.
+    if dim == 1:  # by rows
+        return x[torch.arange(index.shape[0], device=index.device).unsqueeze(1), index]
+    shape = [1] * x.dim()
+    shape[0], shape[dim] = index.shape
+    return x.gather(dim, index.view(shape).expand(x.shape))
 
 
 class _Permute(torch.autograd.Function):
@@ -70,14 +75,17 @@ class Order:
     True
     """
 
-    def __init__(self, positions: Tensor, description: str) -> None:
+    def __init__(self, positions: Tensor, description: str, places: Tensor | None = None) -> None:
         if not isinstance(positions, Tensor):
             raise TypeError(
                 f"an order is made by Hilbert.grid(height, width), ZigZag(n, world_size), Order.from_permutation(p) and so "
                 f"on, not by {type(self).__name__}({positions!r}, ...)"
             )
-        self._positions = positions
-        self._places: Tensor | None = None
+        if places is None:
+            every = torch.arange(positions.shape[-1], device=positions.device).expand(positions.shape)
+            places = torch.empty_like(positions).scatter_(-1, positions, every)
+        # Both directions at once: made when first needed, a tracer could leave one of its stand-ins here.
+        self._positions, self._places = positions, places
         self._description = description
 
     @staticmethod
@@ -119,9 +127,6 @@ class Order:
     @property
     def places(self) -> Tensor:
         """The place of each position: (n,) or (B, n), int64."""
-        if self._places is None:
-            every = torch.arange(len(self), device=self.device).expand(self._positions.shape)
-            self._places = torch.empty_like(self._positions).scatter_(-1, self._positions, every)
         return self._places
 
     @property
@@ -132,9 +137,7 @@ class Order:
     @property
     def inverse(self) -> Order:
         """The order that undoes this one."""
-        result = Order(self.places, f"{self!r}.inverse")
-        result._places = self._positions
-        return result
+        return Order(self._places, f"{self!r}.inverse", self._positions)
 
     def then(self, other: Order) -> Order:
         """The order that applies this one and then ``other`` to the places it made.
@@ -157,21 +160,17 @@ class Order:
 
         An order for each sample needs the samples in dimension 0.
         """
-        return self._apply(x, dim, backwards=False)
+        return self._apply(x, dim, self._positions, self._places)
 
     def unpermute(self, x: Tensor, dim: int = 1) -> Tensor:
         """Undo ``permute``."""
-        return self._apply(x, dim, backwards=True)
+        return self._apply(x, dim, self._places, self._positions)
 
-    def _apply(self, x: Tensor, dim: int, backwards: bool) -> Tensor:
+    def _apply(self, x: Tensor, dim: int, index: Tensor, inverse: Tensor) -> Tensor:
         self._check(x, dim)
-        dim %= x.dim()
-        if not (x.requires_grad and torch.is_grad_enabled()):  # the other direction is made only if it is needed
-            return _gather(x, self.places if backwards else self._positions, dim)
-        index, inverse = self._positions, self.places
-        if backwards:
-            index, inverse = inverse, index
-        result: Tensor = _Permute.apply(x, index, inverse, dim)  # type: ignore[no-untyped-call]
+        if not x.requires_grad:  # forward-mode derivatives, which an autograd function has not
+            return _gather(x, index, dim % x.dim())
+        result: Tensor = _Permute.apply(x, index, inverse, dim % x.dim())  # type: ignore[no-untyped-call]
         return result
 
     def _check(self, x: Tensor, dim: int) -> None:
@@ -197,8 +196,7 @@ class Order:
     def to(self, device: torch.device | str) -> Order:
         """The same order on another device."""
         moved = copy.copy(self)
-        moved._positions = self._positions.to(device)
-        moved._places = None if self._places is None else self._places.to(device)
+        moved._positions, moved._places = self._positions.to(device), self._places.to(device)
         return moved
 
     def __len__(self) -> int:
