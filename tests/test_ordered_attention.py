@@ -171,19 +171,22 @@ def test_rows_of_a_tile_that_see_nobody():
     """Not in whole sequences, where a row of a tile sees itself, but a tile alone may have such rows."""
     q, k, v, dout = torch.randn(4, 1, 2, 5, 3, dtype=torch.float64).unbind(0)
     positions = torch.tensor([0, 7, 1, 8, 2]).expand(1, 2, 5), torch.tensor([5, 6, 7, 8, 9]).expand(1, 2, 5)
-    out, lse = eager.KERNEL.forward(q, k, v, False, 1.0, positions)
+    out, lse = eager.KERNEL.forward(q, k, v, False, 1.0, positions=positions)
     assert (out[:, :, ::2] == 0).all()
     assert (lse[:, :, ::2] == -torch.inf).all()
     seen = positions[1][0, 0, None, :] <= positions[0][0, 0, :, None]
     scores = (q @ k.transpose(-1, -2)).masked_fill(~seen, -torch.inf)
     torch.testing.assert_close(out[:, :, 1::2], (scores.softmax(-1) @ v)[:, :, 1::2])
-    dq, dk, dv = eager.KERNEL.backward(dout, q, k, v, out, lse, False, 1.0, positions)
+    dq, dk, dv = eager.KERNEL.backward(dout, q, k, v, out, lse, False, 1.0, positions=positions)
     assert all(x.isfinite().all() for x in (dq, dk, dv))
     assert (dq[:, :, ::2] == 0).all()
     assert (dv[:, :, 4] == 0).all()
 
 
-@pytest.mark.parametrize("options", [{"mixing_gradient": "detached"}, {"scale": -0.3}, {"scale": 0.0}, {"padding": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"mixing_gradient": "detached"}, {"scale": -0.3}, {"scale": 0.0}, {"padding": True}, {"dropout_p": 0.3, "seed": 5}],
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_options_are_those_of_the_reference(options, causal):
     pattern = Dilated([8, 20], [1, 3], torchscale_padding="padding" in options)
