@@ -127,3 +127,21 @@ def grads(outputs, inputs, cotangents) -> tuple[Tensor, ...]:
     """Gradients of ``sum(out * dout)`` over all outputs, ignoring the -inf of empty rows."""
     total = sum((torch.where(o.isfinite(), o, 0.0) * c).sum() for o, c in zip(outputs, cotangents, strict=True))
     return torch.autograd.grad(total, inputs)
+
+
+def random_inputs(b, n, m, heads, key_heads, d, dtype=torch.float64, device="cpu"):
+    q = torch.randn(b, n, heads, d, dtype=torch.float64)
+    k = torch.randn(b, m, key_heads, d, dtype=torch.float64)
+    v = torch.randn(b, m, key_heads, d, dtype=torch.float64)
+    return [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
+
+
+def with_grads(call, inputs, dout, dlse):
+    """[out, lse, dq, dk, dv], in float64."""
+    out, lse = call(*inputs)
+    return [x.detach().double() for x in (out, lse, *grads((out, lse), inputs, (dout.to(out), dlse.to(lse))))]
+
+
+def assert_same(actual, expected, tolerance=1e-11):
+    for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")

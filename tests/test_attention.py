@@ -14,28 +14,10 @@ from safetensors import safe_open
 
 import oracle
 from dilated_attention_pytorch import Dilated, attention, attention_weights, dilated_attention
+from oracle import assert_same, random_inputs, with_grads
 
 BACKENDS = ["reference", "sdpa", "eager"]
 DATA = Path(__file__).parent / "data"
-
-
-def random_inputs(b, n, m, heads, key_heads, d, dtype=torch.float64, device="cpu"):
-    q = torch.randn(b, n, heads, d, dtype=torch.float64)
-    k = torch.randn(b, m, key_heads, d, dtype=torch.float64)
-    v = torch.randn(b, m, key_heads, d, dtype=torch.float64)
-    return [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
-
-
-def with_grads(call, inputs, dout, dlse):
-    """[out, lse, dq, dk, dv], in float64."""
-    out, lse = call(*inputs)
-    grads = oracle.grads((out, lse), inputs, (dout.to(out), dlse.to(lse)))
-    return [x.detach().double() for x in (out, lse, *grads)]
-
-
-def assert_same(actual, expected, tolerance=1e-11):
-    for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -27,6 +27,7 @@ from dilated_attention_pytorch import (
     explain,
 )
 from dilated_attention_pytorch.backends import eager
+from oracle import assert_same, with_grads
 
 BACKENDS = ["reference", "eager", "auto"]
 
@@ -73,16 +74,6 @@ def definition(q, k, v, pattern, order, is_causal):
 def random_inputs(b, n, heads, key_heads, d, dtype=torch.float64):
     shapes = ((b, n, heads, d), (b, n, key_heads, d), (b, n, key_heads, d))
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-
-
-def with_grads(call, inputs, dout, dlse):
-    out, lse = call(*inputs)
-    return [x.detach() for x in (out, lse, *oracle.grads((out, lse), inputs, (dout.to(out), dlse.to(lse))))]
-
-
-def assert_same(actual, expected, tolerance=1e-10):
-    for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-        torch.testing.assert_close(a.double(), e, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def random_order(n, batch):
