@@ -61,7 +61,7 @@ def _kinds(block_mask: BlockMask, partial: Tensor, size: int, length: int) -> tu
     """For each partial block: whether all its pairs meet, and whether exactly those with ``j <= i`` do."""
     where, inside = partial.nonzero(), torch.arange(size, device=partial.device)
     all_seen, triangle = [torch.ones(0, dtype=torch.bool, device=partial.device)], []
-    for some in where.split(max(1, _MAX_PAIRS // size**2)):
+    for some in torch.split(where, max(1, _MAX_PAIRS // size**2)):
         b, h, q, k = (x.view(-1, 1, 1) for x in some.unbind(1))
         i, j = q * size + inside[:, None], k * size + inside[None, :]
         met = block_mask.mask_mod(b, h, i.clamp(max=length - 1), j.clamp(max=length - 1)).expand(len(some), size, size)

@@ -229,7 +229,7 @@ def expand(pieces: list[Piece]) -> tuple[Tensor, Tensor]:
 def _lists(rule: Callable[[Rows], list[Piece]], ratio: Fraction, blocks: int) -> tuple[Tensor, ...]:
     """The lists of a rule, not causal, for examples."""
     counts, indices = expand(rule(Rows.of(ratio, 0, blocks, False)))
-    return indices.split(counts.tolist())
+    return torch.split(indices, counts.tolist())
 
 
 # Scores of so many pairs of blocks exist at a time.
@@ -251,13 +251,14 @@ def adaptive(query: Tensor, key: Tensor, rows: Rows, block_size: int, scale: flo
         j = torch.arange(rows.blocks, device=query.device)
         chosen = torch.full((batch, heads, len(i), width), rows.blocks, dtype=torch.int32, device=query.device)
         most = min(width, rows.blocks)
-        for start in range(0, len(i), max(1, _MAX_SCORES // (batch * heads * rows.blocks))):
-            some = slice(start, start + max(1, _MAX_SCORES // (batch * heads * rows.blocks)))
+        size = max(1, _MAX_SCORES // max(1, batch * heads * rows.blocks))
+        for start in range(0, len(i), size):
+            some = slice(start, start + size)
             score = torch.matmul(q[:, :, some], k.transpose(-1, -2)).mul_(scale)
             low, high = torch.finfo(dtype).min, torch.finfo(dtype).max
             score = torch.nan_to_num(score, nan=low, posinf=high, neginf=low)
             score.masked_fill_(j == i[some, None], torch.inf).masked_fill_(j >= visible[some, None], -torch.inf)
-            best = score.sort(-1, descending=True, stable=True).indices[..., :most]
+            best = score.sort(dim=-1, descending=True, stable=True).indices[..., :most]
             best = best.masked_fill(j[:most] >= budget[some, None], rows.blocks)
             chosen[:, :, some, :most] = best.sort(-1).values.to(torch.int32)
         return chosen

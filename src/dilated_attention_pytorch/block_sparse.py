@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,13 @@ from dilated_attention_pytorch.patterns import Dilated
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+# The settings that only one type of pattern reads.
+_READ_BY = {
+    "local_window_size": "hierarchical",
+    "global_tokens": "global_local",
+    "segment_lengths": "dilated_sparse",
+    "dilation_rates": "dilated_sparse",
+}
 PATTERN_TYPES = ("local_window", "global_local", "dilated_sparse", "hierarchical", "adaptive")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -89,6 +97,13 @@ class SparsePatternConfig:
             object.__setattr__(self, "segment_lengths", branches.segment_lengths)
             object.__setattr__(self, "dilation_rates", branches.dilation_rates)
 
+        for name, reader in _READ_BY.items():
+            if reader != self.pattern_type and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"{name} is read by {reader!r} alone, got {name}={getattr(self, name)} for {self.pattern_type!r}, whose "
+                    "blocks follow from sparsity_ratio; leave it out"
+                )
+
     def check_complete(self) -> None:
         """Raise if the pattern needs branches that are missing, or such as it cannot use."""
         if self.pattern_type != "dilated_sparse":
@@ -99,7 +114,7 @@ class SparsePatternConfig:
                 "pattern_type 'dilated_sparse' needs segment_lengths and dilation_rates, got none; write for example "
                 "SparsePatternConfig('dilated_sparse', 0.1, segment_lengths=[4096, 8192], dilation_rates=[1, 2])"
             )
-        if any(b % a for a, b in zip(rates, rates[1:], strict=False)):
+        if any(b % a for a, b in pairwise(rates)):
             raise ValueError(
                 f"the sorted dilation_rates of 'dilated_sparse' must divide one another, got {tuple(rates)}; use for example "
                 "1, 2, 4"

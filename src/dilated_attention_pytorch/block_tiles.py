@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -127,7 +128,7 @@ def _different(key: Tensor, query: Tensor) -> Tensor:
 def _runs(first: int, stop: int) -> list[tuple[int, int]]:
     """The first and the last query block, which may have fewer rows, and those between."""
     cuts = sorted({first, min(first + 1, stop), max(first, stop - 1), stop})
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(pairwise(cuts))
 
 
 def _units(
@@ -150,7 +151,7 @@ def _units(
         numbers = torch.arange(len(made.lists))
         if gate is not None and _host_reads(gate):
             numbers, gate = gate.nonzero().squeeze(1), None
-        for some in numbers.split(step):
+        for some in torch.split(numbers, step):
             if len(some) == 0:
                 continue
             number, entry = made.lists[some].repeat_interleave(copies), made.entries[some].repeat_interleave(copies)

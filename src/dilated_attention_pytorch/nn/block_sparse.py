@@ -24,7 +24,8 @@ class BlockSparseRingDilatedAttention(nn.Module):
         softmax_scale, backend: ``scale`` and ``backend`` of ``attention``.
 
     >>> import torch
-    >>> attend = BlockSparseRingDilatedAttention([256, 512], [1, 2], SparsePatternConfig("dilated_sparse", 0.5, block_size=64))
+    >>> config = SparsePatternConfig("dilated_sparse", sparsity_ratio=0.5, block_size=64)
+    >>> attend = BlockSparseRingDilatedAttention([256, 512], [1, 2], config)
     >>> attend(torch.randn(1, 1000, 8, 64)).shape
     torch.Size([1, 1000, 8, 64])
     """
@@ -49,7 +50,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
             given = Dilated(config.segment_lengths, config.dilation_rates) if config.segment_lengths else branches
             if given != branches:
                 raise ValueError(
-                    f"sparse_config has the branches {given.branches}, the module {branches.branches}; leave out one of them"
+                    f"sparse_config has the branches {given.branches}, the module {branches.branches}; leave out those"
                 )
             config = replace(config, segment_lengths=branches.segment_lengths, dilation_rates=branches.dilation_rates)
         self.sparse_config = config
