@@ -62,7 +62,7 @@ def adaptive(q: Tensor, k: Tensor, ratio: str, size: int, scale: float, causal: 
                 mean = q[b, start:stop, h].mean(0)
                 visible = range(i + 1) if causal else range(blocks)
                 score = {j: scale * float(mean @ keys[j]) for j in visible}
-                order = sorted(visible, key=lambda j: (j != i, -score[j], j))  # noqa: B023
+                order = sorted(visible, key=lambda j: (j != i, -score[j], j))
                 for j in order[: budget(ratio, len(visible))]:
                     table[b, h, i - first, j] = True
     return table

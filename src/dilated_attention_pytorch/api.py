@@ -106,8 +106,8 @@ def attention(
     Args:
         query: (B, N, H, D); row ``a`` is position ``a + M - N``, so with ``N < M`` the queries are the last positions.
         key, value: (B, M, G, D) with ``H % G == 0``; query head ``h`` reads key head ``h // (H // G)``.
-        pattern: which positions meet, for example ``Dilated([2048, 4096], [1, 2])``; or a ``BlockSparse``, which takes neither
-            dropout nor ``group`` nor a ``mixing_gradient`` and runs on ``"sdpa"``, ``"eager"`` and ``"reference"``.
+        pattern: which positions meet, for example ``Dilated([2048, 4096], [1, 2])``; or a ``BlockSparse``, which has
+            neither dropout nor ``group`` nor mixing gradients and runs on ``"sdpa"``, ``"eager"`` and ``"reference"``.
         is_causal: a position sees itself and earlier ones only.
         scale: of the scores; ``D ** -0.5`` by default.
         dropout_p: probability of dropping a weight. Whether ``(sample, head, i, j, branch)`` is kept depends on ``seed``

@@ -26,7 +26,7 @@ def _check_served(dropout_p: float, seed: Any, mixing_gradient: str, group: Any)
         )
     if mixing_gradient != "exact":
         raise ValueError(
-            "mixing_gradient='detached' is about the branches of Dilated; block-sparse attention is one softmax: leave it out"
+            "mixing_gradient='detached' is about branches of Dilated; block-sparse attention is one softmax: leave it out"
         )
     if group is not None:
         raise ValueError("block-sparse attention runs on one device so far: leave out group, or use a Dilated pattern")
@@ -52,7 +52,7 @@ def _arguments(
     is_causal: bool,
     scale: float,
 ) -> tuple[Any, ...]:
-    """The arguments of operators that say which blocks meet: lengths, cu_seqlens, indices, starts, counts, spec, block size."""
+    """What operators are told about blocks: lengths, cu_seqlens, indices, starts, counts, spec, block size, is_causal."""
     given = pattern.given_causal if is_causal else pattern.given
     lists: tuple[Tensor | None, ...] = (None, None, None)
     if given is not None:
@@ -110,7 +110,8 @@ def _reference(
 ) -> tuple[Tensor, Tensor]:
     (batch, n, heads, _), device = query.shape, query.device
     # Selected, so that the result belongs to the graph even if every sequence is empty.
-    out = torch.where(torch.zeros((), dtype=torch.bool, device=device), query, 0.0)
+    never = torch.zeros((), dtype=torch.bool, device=device)
+    out = torch.where(never, query + key.sum() + value.sum(), 0.0)
     lse = torch.full((batch, heads, n), -torch.inf, dtype=accumulate_dtype(query.dtype), device=device)
     for span, some in lists:
         i = torch.arange(span.positions.start, span.positions.stop, device=device)

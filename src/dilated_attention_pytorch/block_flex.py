@@ -33,8 +33,8 @@ def read_block_mask(block_mask: BlockMask) -> tuple[Tensor, int, bool]:
     if bool(odd.any()):
         b, h, q, k = where[odd][0].tolist()
         raise ValueError(
-            f"a BlockMask is taken if its blocks are full, or causal on the diagonal: got {int(odd.sum())} other block(s), the "
-            f"first one query block {q}, key block {k} (sample {b}, head {h}); use FlexAttention for such masks"
+            f"a BlockMask is taken if its blocks are full, or causal on the diagonal: got {int(odd.sum())} other block(s), "
+            f"the first one query block {q}, key block {k} (sample {b}, head {h}); use FlexAttention for such masks"
         )
     # A block of one position is both.
     causal = diagonal & ~all_seen
@@ -44,8 +44,8 @@ def read_block_mask(block_mask: BlockMask) -> tuple[Tensor, int, bool]:
     full_diagonal = bool(whole.any()) or bool(full.diagonal(dim1=-2, dim2=-1)[..., : n // size].any())
     if bool(causal.any()) and (full_diagonal or bool((seen & ahead).any())):
         raise ValueError(
-            "a BlockMask with causal blocks on the diagonal is taken if all blocks on the diagonal are causal and none lies "
-            "behind it: got full ones too; use FlexAttention for such masks"
+            "a BlockMask with causal blocks on the diagonal is taken if all blocks on the diagonal are causal and none "
+            "lies behind it: got full ones too; use FlexAttention for such masks"
         )
     return seen, size, bool(causal.any())
 

@@ -15,8 +15,8 @@ from torch import Tensor
 class BlockLists:
     """For each sample (or all), query head (or all) and query block: its key blocks, ascending.
 
-    The list of ``(s, l, q)`` is ``indices[starts[s, l, q] :][: counts[s, l, q]]``; its query block is number ``first + q`` of
-    the sequence. Counts and starts stay on the host: by them tiles are formed without waiting for a device.
+    The list of ``(s, l, q)`` is ``indices[starts[s, l, q] :][: counts[s, l, q]]``; its query block is number ``first + q``
+    of the sequence. Counts and starts stay on the host: by them tiles are formed without waiting for a device.
 
     >>> lists = BlockLists.from_mask(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool(), 64)
     >>> lists.counts.tolist(), lists.indices.tolist(), lists.starts.tolist()

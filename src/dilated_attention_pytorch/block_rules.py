@@ -17,8 +17,6 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.block_lists import BlockLists
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -109,8 +107,8 @@ class Comb:
 def dilated_sparse(rows: Rows, branches: tuple[tuple[int, int], ...]) -> list[Piece]:
     """In turns over the branches (segment W, rate r), both in blocks, in the order given.
 
-    The candidates of a branch are the blocks j of the same segment (``j // W == i // W``) with ``(j - i) % r == 0``, nearest
-    first. In turn t each branch takes its t-th candidate; one that is taken already costs nothing. When no branch has a
+    The candidates of a branch are the blocks j of the same segment (``j // W == i // W``) with ``(j - i) % r == 0``,
+    nearest first. In turn t each branch takes its t-th candidate; one that is taken already costs nothing. When no branch has a
     candidate left, the nearest blocks of the rest follow. Sorted rates divide one another.
 
     >>> [x.tolist() for x in _lists(lambda rows: dilated_sparse(rows, ((2, 1), (8, 2))), Fraction(1, 2), 8)][:4]
@@ -125,15 +123,16 @@ def dilated_sparse(rows: Rows, branches: tuple[tuple[int, int], ...]) -> list[Pi
 
 
 def hierarchical(rows: Rows, window: int) -> list[Piece]:
-    """In turns over levels: level 0 is every block at a distance below ``window`` blocks, level l > 0 every block at a distance
-    from ``window * 2**(l - 1)`` to below ``window * 2**l`` that is a multiple of ``2**l``.
+    """In turns over levels of doubling distance and stride, the inner level first.
 
-    In turn t each level, nearest first, takes its t-th block, nearest first. When no level has one left, the nearest blocks
-    of the rest follow.
+    Level 0 is every block at a distance below ``window`` blocks, level l > 0 every block at a distance from
+    ``window * 2**(l - 1)`` to below ``window * 2**l`` that is a multiple of ``2**l``. In turn t each level takes its t-th
+    block, nearest first. When no level has one left, the nearest blocks of the rest follow. ``window`` is at least 2: with 1,
+    levels would be empty.
 
     >>> [x.tolist() for x in _lists(lambda rows: hierarchical(rows, 2), Fraction(1, 4), 16)][::8]
     [[0, 1, 2, 4], [4, 6, 7, 8]]
-    """  # noqa: D205
+    """
     combs, inner, outer, rate = [], 0, window - 1, 1
     while inner < rows.blocks:
         first = inner // rate
@@ -158,8 +157,8 @@ def _in_turns(rows: Rows, combs: list[Comb]) -> list[Piece]:
 def _some_in_turns(rows: Rows, combs: list[Comb]) -> list[Piece]:
     """The blocks taken from a comb after t turns are its t nearest, so the choice is a union of combs of known reach.
 
-    Their rates divide one another: what a finer comb reaches holds all blocks that a coarser one has there. So the blocks of
-    a union are counted by reach alone, and the number of turns is found by bisection.
+    Their rates divide one another: what a finer comb reaches holds all blocks that a coarser one has there. So the blocks
+    of a union are counted by reach alone, and the number of turns is found by bisection.
     """
     order = sorted(range(len(combs)), key=lambda x: combs[x].rate)
     combs = [combs[x] for x in order]

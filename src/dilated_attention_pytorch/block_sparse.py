@@ -100,8 +100,8 @@ class SparsePatternConfig:
         for name, reader in _READ_BY.items():
             if reader != self.pattern_type and getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
-                    f"{name} is read by {reader!r} alone, got {name}={getattr(self, name)} for {self.pattern_type!r}, whose "
-                    "blocks follow from sparsity_ratio; leave it out"
+                    f"{name} is read by {reader!r} alone, got {name}={getattr(self, name)} for {self.pattern_type!r}, "
+                    "whose blocks follow from sparsity_ratio; leave it out"
                 )
 
     def check_complete(self) -> None:
@@ -116,8 +116,8 @@ class SparsePatternConfig:
             )
         if any(b % a for a, b in pairwise(rates)):
             raise ValueError(
-                f"the sorted dilation_rates of 'dilated_sparse' must divide one another, got {tuple(rates)}; use for example "
-                "1, 2, 4"
+                f"the sorted dilation_rates of 'dilated_sparse' must divide one another, got {tuple(rates)}; use 1, 2, 4 for "
+                "example"
             )
 
     @property
@@ -195,16 +195,16 @@ class BlockSparse:
         """The pattern of a boolean mask of blocks, (query blocks, key blocks) or (query heads, query blocks, key blocks).
 
         Block ``b`` holds the positions ``b * block_size`` and following, so a sequence of M positions has
-        ``ceil(M / block_size)`` key blocks. With fewer queries than keys, the mask has the query blocks that hold queries, or
-        all. A query block without a key block gives 0 (lse -inf).
+        ``ceil(M / block_size)`` key blocks. With fewer queries than keys, the mask has the query blocks that hold queries,
+        or all. A query block without a key block gives 0 (lse -inf).
         """
         check_block_size(block_size)
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             raise TypeError(f"mask must be a boolean tensor, got {_described(mask)}; use mask.bool()")
         if mask.dim() not in (2, 3) or 0 in mask.shape or mask.shape[-2] > mask.shape[-1]:
             raise ValueError(
-                "mask must be (query blocks, key blocks) or (query heads, query blocks, key blocks), with at most as many query "
-                f"blocks as key blocks and at least one: got {tuple(mask.shape)}"
+                "mask must be (query blocks, key blocks) or (query heads, query blocks, key blocks), with at most as many "
+                f"query blocks as key blocks and at least one: got {tuple(mask.shape)}"
             )
         return BlockSparse._of_mask(mask, block_size)
 
@@ -212,8 +212,8 @@ class BlockSparse:
     def from_flex(block_mask: BlockMask) -> BlockSparse:
         """The pattern of a FlexAttention ``BlockMask`` for as many queries as keys.
 
-        Taken are masks whose blocks are full, or full but for the blocks on the diagonal, which are then causal inside, all of
-        them: such a pattern needs ``is_causal=True``. Its ``mask_mod`` is evaluated on partial blocks to find out.
+        Taken are masks whose blocks are full, or full but for the blocks on the diagonal, which are then causal inside, all
+        of them: such a pattern needs ``is_causal=True``. Its ``mask_mod`` is evaluated on partial blocks to find out.
         """
         from dilated_attention_pytorch.block_flex import read_block_mask  # imports FlexAttention
 
@@ -242,15 +242,15 @@ class BlockSparse:
         samples, mask_heads, rows = self.given.counts.shape
         if packed:
             raise ValueError(
-                "a mask of blocks belongs to one sequence, so it excludes cu_seqlens; call once for each document, or build "
-                "the pattern with BlockSparse.from_config, which fits any length"
+                "a mask of blocks belongs to one sequence, so it excludes cu_seqlens; call once for each document, or "
+                "build the pattern with BlockSparse.from_config, which fits any length"
             )
         if self.only_causal and not is_causal:
             raise ValueError("this BlockMask is causal on its diagonal: pass is_causal=True, got is_causal=False")
         if samples not in (1, batch) or mask_heads not in (1, heads):
             raise ValueError(
-                f"the mask is for {samples} sample(s) and {mask_heads} query head(s) (1 serves any number), got {batch} and "
-                f"{heads}"
+                f"the mask is for {samples} sample(s) and {mask_heads} query head(s) (1 serves any number), got {batch} "
+                f"and {heads}"
             )
         keys, size = self.given.key_blocks, self.block_size
         touched = keys - (m - n) // size

@@ -1,7 +1,7 @@
 """Execution of block lists through a tile kernel: dense tiles of gathered key blocks, merged forward, summed backward.
 
-A list is cut into chunks of powers of two of key blocks, so that all chunks of one size are equal tiles and go in few calls.
-Its last entry goes apart where it may be special: under ``is_causal`` the block on the diagonal, a causal square, otherwise
+A list is cut into chunks of powers of two of key blocks, so that chunks of one size are equal tiles and go in few calls. Its
+last entry goes apart where it may be special: under ``is_causal`` the block on the diagonal, a causal square, otherwise
 the short last block of the sequence. Everything that decides about shapes is known on the host; only numbers of blocks
 are on the device.
 
@@ -42,7 +42,7 @@ class _Tiles:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Tiles as index tensors of a kernel call: sample (U,1,1), query rows (U,1,rows), heads (U,heads,1), key rows (U,1,keys)."""
+    """Tiles of a kernel call as index tensors: samples (U,1,1), query and key rows (U,1,rows), heads (U or 1,heads,1)."""
 
     sample: Tensor
     row: Tensor
