@@ -108,8 +108,8 @@ def dilated_sparse(rows: Rows, branches: tuple[tuple[int, int], ...]) -> list[Pi
     """In turns over the branches (segment W, rate r), both in blocks, in the order given.
 
     The candidates of a branch are the blocks j of the same segment (``j // W == i // W``) with ``(j - i) % r == 0``,
-    nearest first. In turn t each branch takes its t-th candidate; one that is taken already costs nothing. When no branch has a
-    candidate left, the nearest blocks of the rest follow. Sorted rates divide one another.
+    nearest first. In turn t each branch takes its t-th candidate; one that is taken already costs nothing. When no branch
+    has a candidate left, the nearest blocks of the rest follow. Sorted rates divide one another.
 
     >>> [x.tolist() for x in _lists(lambda rows: dilated_sparse(rows, ((2, 1), (8, 2))), Fraction(1, 2), 8)][:4]
     [[0, 1, 2, 4], [0, 1, 3, 5], [0, 2, 3, 4], [1, 2, 3, 5]]
@@ -127,8 +127,8 @@ def hierarchical(rows: Rows, window: int) -> list[Piece]:
 
     Level 0 is every block at a distance below ``window`` blocks, level l > 0 every block at a distance from
     ``window * 2**(l - 1)`` to below ``window * 2**l`` that is a multiple of ``2**l``. In turn t each level takes its t-th
-    block, nearest first. When no level has one left, the nearest blocks of the rest follow. ``window`` is at least 2: with 1,
-    levels would be empty.
+    block, nearest first. When no level has one left, the nearest blocks of the rest follow. ``window`` is at least 2: with
+    1, levels would be empty.
 
     >>> [x.tolist() for x in _lists(lambda rows: hierarchical(rows, 2), Fraction(1, 4), 16)][::8]
     [[0, 1, 2, 4], [4, 6, 7, 8]]
@@ -142,8 +142,8 @@ def hierarchical(rows: Rows, window: int) -> list[Piece]:
     return _in_turns(rows, combs)
 
 
-# Vectors of more elements are shared between threads, which costs more here than it gives.
-_AT_A_TIME = 2**15
+# Elements of a vector operation: larger ones are shared between threads, which costs more here than it gives.
+_AT_A_TIME = 2**16
 
 
 def _in_turns(rows: Rows, combs: list[Comb]) -> list[Piece]:
@@ -181,19 +181,20 @@ def _some_in_turns(rows: Rows, combs: list[Comb]) -> list[Piece]:
         return (skipped + taken - covered).clamp_(min=0), covered * rate
 
     def count(turns: Tensor, window: Tensor) -> Tensor:
-        in_window = _sides(window, rows.i, rows.right)
-        taken = _sides(turns, left, right)
-        return 1 + sum((w + side(t, w)[0].sum(0) for t, w in zip(taken, in_window, strict=True)), torch.zeros_like(rows.i))
+        in_window, taken = _sides(window, rows.i, rows.right), _sides(turns, left, right)
+        sides = [w + side(t, w)[0].sum(0, dtype=torch.int32) for t, w in zip(taken, in_window, strict=True)]
+        return 1 + sides[0] + sides[1]
 
     def state(step: Tensor) -> tuple[Tensor, Tensor]:
         """Turns of each comb, and blocks of the window, after so many steps: one comb takes one block in each."""
-        turns = torch.minimum(step, all_turns)
-        return (turns - turn_of + len(combs) - 1) // len(combs), (step - all_turns).clamp_(min=0)
+        in_turns = torch.minimum(step, all_turns)
+        turns = in_turns // len(combs)
+        return turns + (turn_of < in_turns - turns * len(combs)), (step - all_turns).clamp_(min=0)
 
-    # A turn of the longest comb takes a block of its own, and so does a step of the window.
-    low, high = torch.zeros_like(rows.i), (rows.budget - 1) * len(combs)
+    # A step takes one block at most. A turn of the longest comb takes one at least, and so does a step of the window.
+    low, high = rows.budget - 1, (rows.budget - 1) * len(combs)
     high = torch.where(high <= all_turns, high, all_turns + rows.budget - 1)
-    for _ in range(int(high.max()).bit_length() if high.numel() else 0):
+    for _ in range(int((high - low).max()).bit_length() if high.numel() else 0):
         middle = (low + high + 1) >> 1
         fits = count(*state(middle)) <= rows.budget
         low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)

@@ -116,8 +116,8 @@ class SparsePatternConfig:
             )
         if any(b % a for a, b in pairwise(rates)):
             raise ValueError(
-                f"the sorted dilation_rates of 'dilated_sparse' must divide one another, got {tuple(rates)}; use 1, 2, 4 for "
-                "example"
+                f"the sorted dilation_rates of 'dilated_sparse' must divide one another, got {tuple(rates)}; use for "
+                "example 1, 2, 4"
             )
 
     @property

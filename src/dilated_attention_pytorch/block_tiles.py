@@ -1,7 +1,7 @@
 """Execution of block lists through a tile kernel: dense tiles of gathered key blocks, merged forward, summed backward.
 
-A list is cut into chunks of powers of two of key blocks, so that chunks of one size are equal tiles and go in few calls. Its
-last entry goes apart where it may be special: under ``is_causal`` the block on the diagonal, a causal square, otherwise
+A list is cut into chunks of powers of two of key blocks, so that chunks of one size are equal tiles and go in few calls.
+Its last entry goes apart where it may be special: under ``is_causal`` the block on the diagonal, a causal square, otherwise
 the short last block of the sequence. Everything that decides about shapes is known on the host; only numbers of blocks
 are on the device.
 
