@@ -1,66 +1,18 @@
-"""Block-sparse attention against loops over positions, the rules one block at a time, and FlexAttention."""
+"""Block-sparse attention against loops over positions: out, lse, dq, dk, dv, every element."""
 
 from __future__ import annotations
 
 import functools
-import random
 import re
 
 import pytest
 import torch
-from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention import flex_attention
 
 import block_oracle
-import oracle
-from dilated_attention_pytorch import (
-    BlockSparse,
-    BlockSparseRingDilatedAttention,
-    SparsePatternConfig,
-    attention,
-    attention_weights,
-    block_call,
-    block_ops,
-)
+from block_cases import KINDS, SIZE, assert_same, config, random_inputs, table_of, with_grads
+from dilated_attention_pytorch import BlockSparse, attention, attention_weights, block_ops, block_tiles, tiles
 
 BACKENDS = ["reference", "sdpa", "eager"]
-SIZE = 16
-OPTIONS = {
-    "hierarchical": {"local_window_size": 33},
-    "global_local": {"global_tokens": 20},
-    "dilated_sparse": {"segment_lengths": (40, 96), "dilation_rates": (1, 2)},
-}
-KINDS = ["local_window", "global_local", "dilated_sparse", "hierarchical"]
-
-
-def config(kind, ratio=0.4, **more):
-    return SparsePatternConfig(kind, ratio, block_size=SIZE, **{**OPTIONS.get(kind, {}), **more})
-
-
-def table_of(kind, ratio, first, n, causal):
-    """Boolean (query blocks, key blocks), by the slow rule."""
-    options = {"global_blocks": min(n, 2), "branches": ((min(n, 3), 1), (min(n, 6), 2)), "window": 3}
-    table = torch.zeros(n - first, n, dtype=torch.bool)
-    for i in range(first, n):
-        table[i - first, block_oracle.choose(kind, ratio, i, n, causal, **options)] = True
-    return table
-
-
-def random_inputs(b, n, m, heads, key_heads, d, dtype=torch.float64):
-    shapes = ((b, n, heads, d), (b, m, key_heads, d), (b, m, key_heads, d))
-    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-
-
-def with_grads(call, inputs, dout, dlse):
-    out, lse = call(*inputs)
-    grads = oracle.grads((out, lse), inputs, (dout, dlse))
-    return [x.detach() for x in (out, lse, *grads)]
-
-
-def assert_same(actual, expected, tolerance=1e-10):
-    for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def compare(pattern, table, inputs, *, causal, backends=BACKENDS, scale=None, **options):
@@ -73,57 +25,6 @@ def compare(pattern, table, inputs, *, causal, backends=BACKENDS, scale=None, **
     for backend in backends:
         call = functools.partial(attention, pattern=pattern, backend=backend, **options)
         assert_same(with_grads(call, inputs, dout, dlse), expected)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_rules_by_enumeration(kind, causal):
-    """Every list of every short sequence: the documented rule, the budget, the own block, ascending, the same again."""
-    for ratio in ("0.01", "0.07", "0.2", "0.5", "0.9", "1.0"):
-        for n in (1, 2, 3, 4, 5, 7, 12, 29, 50):
-            for first in {0, n // 2, n - 1}:
-                lists = config(kind, float(ratio)).lists(first, n, causal)
-                assert torch.equal(lists.mask()[0, 0], table_of(kind, ratio, first, n, causal)), (ratio, n, first)
-                again = config(kind, float(ratio)).lists(first, n, causal)
-                assert torch.equal(lists.indices, again.indices)
-                for q, entries in enumerate(lists.indices.split(lists.counts.flatten().tolist())):
-                    i = first + q
-                    assert i in entries
-                    assert (entries.diff() > 0).all()
-                    if kind != "global_local" or i >= 2:
-                        assert len(entries) == block_oracle.budget(ratio, i + 1 if causal else n)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_branches_in_any_order_and_of_any_reach(causal):
-    rng = random.Random(0)
-    for _ in range(60):
-        rates = [rng.choice([1, 2, 4, 12]) for _ in range(rng.randint(1, 4))]
-        lengths = [rng.randint(1, 40 * SIZE) for _ in rates]
-        ratio, n = rng.choice(["0.05", "0.3", "0.7"]), rng.randint(1, 40)
-        made = config("dilated_sparse", float(ratio), segment_lengths=lengths, dilation_rates=rates).lists(0, n, causal)
-        branches = [(min(n, -(-w // SIZE)), r) for w, r in zip(lengths, rates, strict=True)]
-        for i, entries in enumerate(made.indices.split(made.counts.flatten().tolist())):
-            chosen = block_oracle.choose("dilated_sparse", ratio, i, n, causal, branches=branches)
-            assert entries.tolist() == sorted(chosen), (branches, n, i)
-
-
-def test_levels_of_any_window():
-    for window in (1, 16, 17, 48, 80, 400):
-        for ratio in ("0.1", "0.35", "0.8"):
-            made = config("hierarchical", float(ratio), local_window_size=window).lists(0, 70, False)
-            for i, entries in enumerate(made.indices.split(made.counts.flatten().tolist())):
-                chosen = block_oracle.choose("hierarchical", ratio, i, 70, False, window=max(2, -(-window // SIZE)))
-                assert entries.tolist() == sorted(chosen), (window, ratio, i)
-
-
-def test_worked_on_in_groups_of_query_blocks(monkeypatch):
-    from dilated_attention_pytorch import block_rules
-
-    whole = {kind: config(kind).lists(3, 40, True) for kind in KINDS}
-    monkeypatch.setattr(block_rules, "_AT_A_TIME", 7)
-    for kind in KINDS:
-        assert torch.equal(config(kind).lists(3, 40, True).indices, whole[kind].indices)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -170,8 +71,6 @@ def test_masks(heads, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_tiles_in_many_calls(causal, monkeypatch):
     """The bounds on gathered elements, forced on a short sequence."""
-    from dilated_attention_pytorch import tiles
-
     for limit in (1, 4 * SIZE * 4, 2 * 4 * SIZE * 4 * 2):
         monkeypatch.setattr(tiles, "part_limit", lambda query, limit=limit: limit)
         mask = torch.rand(4, 6, 6) < 0.8
@@ -183,8 +82,6 @@ def test_tiles_in_many_calls(causal, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 def test_tiles_that_do_not_count(causal, monkeypatch):
     """Where reading block numbers would wait for a device, special blocks are computed everywhere, weight 0."""
-    from dilated_attention_pytorch import block_tiles
-
     monkeypatch.setattr(block_tiles, "_host_reads", lambda x: False)
     for n, m in ((64, 64), (75, 75), (40, 75), (9, 9)):
         blocks = -(-m // SIZE)
@@ -303,133 +200,12 @@ def test_weights_of_rows():
         torch.testing.assert_close(torch.einsum("bhnm,bmhd->bnhd", weights, v.repeat_interleave(2, 2)), out)
 
 
-def test_transposed_lists():
-    mask = torch.rand(2, 3, 5, 7) < 0.4
-    from dilated_attention_pytorch.block_lists import BlockLists
-
-    lists = BlockLists.from_mask(mask, 64)
-    assert torch.equal(lists.transposed().mask(), mask.transpose(-1, -2))
-    assert torch.equal(lists.transposed().transposed().indices, lists.indices)
-
-
 def test_static_lists_are_made_once():
     block_ops._static_lists.cache_clear()
     q, k, v = random_inputs(1, 64, 64, 2, 2, 4)
     for _ in range(3):
         attention(q, k, v, BlockSparse.from_config(config("hierarchical"))).sum().backward()
     assert block_ops._static_lists.cache_info().misses == 1
-
-
-def test_patterns_are_equal_by_what_they_say():
-    assert BlockSparse.from_config(config("adaptive")) == BlockSparse.from_config(config("adaptive"))
-    assert len({BlockSparse.from_config(config(kind)) for kind in KINDS * 2}) == len(KINDS)
-    mask = BlockSparse.custom(torch.eye(3).bool(), block_size=16)
-    assert hash(mask) == hash(mask)
-    for kind in KINDS:
-        assert SparsePatternConfig.from_spec(config(kind).spec) == config(kind)
-
-
-def flex_blocks(n):
-    """A mask_mod that is constant on blocks, by a random table."""
-    table = torch.rand(2, 4, -(-n // 128), -(-n // 128)) < 0.5
-    table |= torch.eye(table.shape[-1], dtype=torch.bool)
-    return table, lambda b, h, i, j: table[b, h, i // 128, j // 128]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("n", [512, 700])
-def test_against_flex_attention(n, causal):
-    """PyTorch's own block-sparse attention with the same BlockMask; dense on a CPU, so the blocks are its mask_mod's."""
-    table, blocks = flex_blocks(n)
-    mod = blocks if not causal else lambda b, h, i, j: blocks(b, h, i, j) & (j <= i)
-    block_mask = flex_attention.create_block_mask(mod, 2, 4, n, n, device="cpu")
-    q, k, v = (x.detach() for x in random_inputs(2, n, n, 4, 4, 16, torch.float32))
-    pattern = BlockSparse.from_flex(block_mask)
-    assert pattern.given is not None
-    assert torch.equal(pattern.given.mask(), table.tril() if causal else table)
-    expected = flex_attention.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask)
-    for backend in BACKENDS:
-        out = attention(q, k, v, pattern, is_causal=causal, backend=backend)
-        torch.testing.assert_close(out, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
-
-
-def test_flex_lists_without_a_mask_mod():
-    counts, indices = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
-    pattern = BlockSparse.from_flex(flex_attention.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=64))
-    assert pattern.block_size == 64
-    assert pattern.given.mask()[0, 0].tolist() == [[False, True], [True, True]]
-
-
-@pytest.mark.parametrize(
-    ("mod", "message"),
-    [
-        (lambda b, h, i, j: (i - j).abs() <= 100, "got 10 other block(s), the first one query block 0, key block 0"),
-        (lambda b, h, i, j: (j <= i) | (i >= 256), "all blocks on the diagonal are causal and none lies behind it"),
-    ],
-)
-def test_flex_masks_that_are_no_blocks(mod, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        BlockSparse.from_flex(flex_attention.create_block_mask(mod, None, None, 512, 512, device="cpu"))
-
-
-def test_flex_causal_needs_is_causal():
-    causal = flex_attention.create_block_mask(lambda b, h, i, j: j <= i, None, None, 256, 256, device="cpu")
-    q = torch.zeros(1, 256, 2, 8)
-    with pytest.raises(ValueError, match="pass is_causal=True"):
-        attention(q, q, q, BlockSparse.from_flex(causal))
-    with pytest.raises(ValueError, match="blocks of 128 x 64"):
-        BlockSparse.from_flex(
-            flex_attention.create_block_mask(
-                lambda b, h, i, j: j <= i, None, None, 256, 256, device="cpu", BLOCK_SIZE=(128, 64)
-            )
-        )
-    with pytest.raises(TypeError, match="must be a BlockMask of FlexAttention, got Tensor"):
-        BlockSparse.from_flex(q)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"pattern_type": "spiral"},
-            "one of 'local_window', 'global_local', 'dilated_sparse', 'hierarchical', 'adaptive', got 's",
-        ),
-        ({"pattern_type": "custom"}, "use BlockSparse.custom(mask, block_size=...)"),
-        ({"sparsity_ratio": 0.0}, "0 < ratio <= 1, got 0.0"),
-        ({"sparsity_ratio": 1.5}, "0 < ratio <= 1, got 1.5"),
-        ({"sparsity_ratio": float("nan")}, "0 < ratio <= 1, got nan"),
-        ({"sparsity_ratio": "0.1"}, "0 < ratio <= 1, got '0.1'"),
-        ({"block_size": 100}, "a power of two from 16 to 256, got 100"),
-        ({"block_size": 512}, "a power of two from 16 to 256, got 512"),
-        ({"block_size": 8}, "a power of two from 16 to 256, got 8"),
-        ({"local_window_size": 256}, "local_window_size is read by 'hierarchical' alone"),
-        ({"pattern_type": "global_local", "global_tokens": 0}, "at least 1, got 0"),
-        ({"pattern_type": "dilated_sparse"}, "needs segment_lengths and dilation_rates, got none"),
-        (
-            {"pattern_type": "dilated_sparse", "segment_lengths": [64, 128], "dilation_rates": [2, 3]},
-            "must divide one another, got (2, 3)",
-        ),
-        ({"pattern_type": "dilated_sparse", "segment_lengths": [64], "dilation_rates": [1, 2]}, "got 1 segment lengths"),
-    ],
-)
-def test_bad_configurations(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        BlockSparse.from_config(SparsePatternConfig(**{"pattern_type": "local_window", "sparsity_ratio": 0.1, **arguments}))
-
-
-@pytest.mark.parametrize(
-    ("mask", "error", "message"),
-    [
-        (torch.ones(3, 3), TypeError, "must be a boolean tensor, got a tensor of torch.float32"),
-        ([[True]], TypeError, "must be a boolean tensor, got list"),
-        (torch.ones(3).bool(), ValueError, "(query heads, query blocks, key blocks), with at most"),
-        (torch.ones(3, 2).bool(), ValueError, "got (3, 2)"),
-        (torch.ones(0, 2).bool(), ValueError, "got (0, 2)"),
-    ],
-)
-def test_bad_masks(mask, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        BlockSparse.custom(mask, block_size=16)
 
 
 @pytest.mark.parametrize(
@@ -455,87 +231,3 @@ def test_bad_calls(pattern, options, message):
         made = BlockSparse.custom(pattern.bool(), block_size=16)
     with pytest.raises(ValueError, match=re.escape(message)):
         attention(q, q, q, made, **options)
-
-
-@pytest.mark.parametrize("kind", ["hierarchical", "adaptive", "mask"])
-def test_opcheck(kind):
-    pattern = BlockSparse.custom(torch.rand(4, 4) < 0.5, block_size=SIZE) if kind == "mask" else None
-    pattern = pattern or BlockSparse.from_config(config(kind))
-    q, k, v = random_inputs(2, 50, 50, 4, 2, 8)
-    lengths = torch.tensor([50, 21])
-    arguments = block_call._arguments(q, k, pattern, lengths, None, True, 0.3)
-    torch.library.opcheck(block_ops.attend_blocks, (q, k, v, *arguments, 0.3, "sdpa"))
-    if kind == "adaptive":
-        chosen = (q.detach(), k.detach(), lengths, None, pattern.spec, SIZE, True, 0.3)
-        torch.library.opcheck(block_ops.choose_blocks, chosen)
-    out, lse = block_ops.attend_blocks(q, k, v, *arguments, 0.3, "sdpa")
-    saved = [x.detach() for x in (q, k, v, out, lse)]
-    for dlse in (None, torch.randn_like(lse)):
-        torch.library.opcheck(
-            block_ops.attend_blocks_backward, (torch.randn_like(out), dlse, *saved, *arguments, 0.3, "sdpa")
-        )
-
-
-@pytest.mark.parametrize("kind", ["dilated_sparse", "adaptive", "mask"])
-def test_compile_serves_new_lengths_with_one_graph(kind):
-    mask = BlockSparse.custom(torch.rand(4, 4) < 0.5, block_size=SIZE)
-    pattern = mask if kind == "mask" else BlockSparse.from_config(config(kind))
-
-    def layer(q, k, v):
-        return attention(q * 2, k, v, pattern, is_causal=True).sin()
-
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
-    lengths = (50, 60) if kind == "mask" else (50, 64, 100)
-    compiled(*random_inputs(2, 50, 50, 4, 2, 8))
-    graphs = counter.frame_count
-    for n in lengths:
-        inputs = random_inputs(2, n, n, 4, 2, 8)
-        out, expected = compiled(*inputs), layer(*inputs)
-        torch.testing.assert_close(out, expected)
-        dout = torch.randn_like(out)
-        for a, e in zip(torch.autograd.grad(out, inputs, dout), torch.autograd.grad(expected, inputs, dout), strict=True):
-            torch.testing.assert_close(a, e)
-    assert counter.frame_count == graphs
-
-
-def test_module():
-    """The code of the report, as printed but for the device."""
-    from dilated_attention_pytorch.block_sparse_ring_dilated_attention import (
-        BlockSparseRingDilatedAttention as Module,
-    )
-    from dilated_attention_pytorch.block_sparse_ring_dilated_attention import SparsePatternConfig as Config
-
-    model = Module(
-        segment_lengths=[4096, 8192],
-        dilation_rates=[1, 2],
-        sparse_config=Config(pattern_type="dilated_sparse", sparsity_ratio=0.1),
-    )
-    model = nn.DataParallel(model)
-    if torch.cuda.is_available():
-        model = model.cuda()
-    inputs = torch.randn(2, 300, 4, 8)
-    output = model(inputs)
-    assert output.shape == inputs.shape
-    assert not list(model.parameters())
-    assert (Module, Config) == (BlockSparseRingDilatedAttention, SparsePatternConfig)
-
-
-def test_module_options():
-    q, k, v = (x.detach() for x in random_inputs(2, 75, 75, 4, 2, 8))
-    module = BlockSparseRingDilatedAttention([40, 96], [1, 2], SparsePatternConfig("dilated_sparse", 0.4, block_size=16))
-    expected = attention(q, k, v, BlockSparse.from_config(config("dilated_sparse")), is_causal=True)
-    assert torch.equal(module(q, k, v, is_causal=True), expected)
-    assert torch.equal(module(q, k, v, True), expected)
-    lengths = torch.tensor([75, 20])
-    assert torch.equal(module(q, k, v, True, lengths=lengths)[0], expected[0])
-    assert torch.equal(module(q), module(q, q, q))
-    assert "dilated_sparse" in repr(module)
-    local = BlockSparseRingDilatedAttention([40], [1], config("local_window"))
-    assert torch.equal(local(q, k, v), attention(q, k, v, BlockSparse.from_config(config("local_window"))))
-    with pytest.raises(ValueError, match="value without key"):
-        module(q, None, v)
-    with pytest.raises(ValueError, match="sparse_config has the branches"):
-        BlockSparseRingDilatedAttention([64], [1], config("dilated_sparse"))
-    with pytest.raises(TypeError, match="must be a SparsePatternConfig, got dict"):
-        BlockSparseRingDilatedAttention([64], [1], {"sparsity_ratio": 0.1})

@@ -223,7 +223,7 @@ def expand(pieces: list[Piece]) -> tuple[Tensor, Tensor]:
         steps = torch.ones(int(count.sum()), dtype=torch.int32)
     last = start + (count - 1) * stride
     steps[(count.cumsum(0) - count).long()] = torch.cat((start[:1], start[1:] - last[:-1])).to(torch.int32)
-    return counts, torch.cumsum(steps, 0, dtype=torch.int32, out=steps)
+    return counts, steps.cumsum_(0)
 
 
 def _lists(rule: Callable[[Rows], list[Piece]], ratio: Fraction, blocks: int) -> tuple[Tensor, ...]:

@@ -86,6 +86,7 @@ class SparsePatternConfig:
             raise ValueError(
                 f"sparsity_ratio is the fraction of blocks computed, 0 < ratio <= 1, got {ratio!r}; 0.1 computes 10 %"
             )
+        object.__setattr__(self, "sparsity_ratio", float(ratio))
         check_block_size(self.block_size)
         _check_count("local_window_size", self.local_window_size, 1)
         _check_count("global_tokens", self.global_tokens, 1)
