@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention_pytorch import Dilated, attention
+from dilated_attention_pytorch import BlockSparse, Dilated, SparsePatternConfig, attention
 from dilated_attention_pytorch.measure import peak_extra_bytes
 
 CPU = torch.device("cpu")
@@ -38,3 +38,11 @@ def test_nothing_grows_with_the_number_of_branches():
     one = peak_extra_bytes(lambda: attention(q, k, v, Dilated([64], [1])), CPU)
     six = peak_extra_bytes(lambda: attention(q, k, v, Dilated([64] * 6, [1] * 6)), CPU)
     assert six <= 1.01 * one
+
+
+@pytest.mark.parametrize("kind", ["local_window", "adaptive"])
+def test_block_sparse_attention_gathers_a_part_at_a_time(kind):
+    """All scores would be 1 GiB, all gathered keys of a fiftieth of them 80 MiB."""
+    q, k, v = torch.randn(3, 1, 2**14, 1, 64).unbind(0)
+    pattern = BlockSparse.from_config(SparsePatternConfig(kind, 0.02, block_size=64))
+    assert peak_extra_bytes(lambda: attention(q, k, v, pattern), CPU) <= q.numel() * 4 + 7 * 2**20 * 4

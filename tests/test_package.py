@@ -19,6 +19,8 @@ ROOT = Path(package.__file__).parent
 
 def test_public_surface():
     assert sorted(package.__all__) == [
+        "BlockSparse",
+        "BlockSparseRingDilatedAttention",
         "Dilated",
         "DilatedAttention",
         "Explanation",
@@ -27,6 +29,7 @@ def test_public_surface():
         "MultiheadDilatedAttention",
         "Order",
         "RingDilatedAttention",
+        "SparsePatternConfig",
         "Striped",
         "ZigZag",
         "attention",
@@ -60,14 +63,14 @@ def imports(path: Path) -> set[str]:
 
 
 def test_layers():
-    """Backends do not know one another, and nothing imports the reference but the public function."""
+    """Backends do not know one another, and nothing imports the reference but the public functions."""
     backends = [path for path in (ROOT / "backends").glob("*.py") if path.stem not in ("__init__", "request")]
     names = {f"dilated_attention_pytorch.backends.{path.stem}" for path in backends}
     for path in backends:
         assert not imports(path) & names, path
     users = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")
              if "dilated_attention_pytorch.backends.reference" in imports(path)}  # fmt: skip
-    assert users == {"api.py", "backends/__init__.py"}
+    assert users == {"api.py", "backends/__init__.py", "blocks/call.py"}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,20 @@
 """Dilated attention over very long sequences, exact on every device."""
 
 from dilated_attention_pytorch.api import attention, attention_weights, dilated_attention
+from dilated_attention_pytorch.blocks.pattern import BlockSparse, SparsePatternConfig
 from dilated_attention_pytorch.explanation import Explanation, explain
-from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention, RingDilatedAttention
+from dilated_attention_pytorch.nn import (
+    BlockSparseRingDilatedAttention,
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+)
 from dilated_attention_pytorch.orders import Hilbert, Identity, Order, Striped, ZigZag
 from dilated_attention_pytorch.patterns import Dilated
 
 __all__ = [
+    "BlockSparse",
+    "BlockSparseRingDilatedAttention",
     "Dilated",
     "DilatedAttention",
     "Explanation",
@@ -15,6 +23,7 @@ __all__ = [
     "MultiheadDilatedAttention",
     "Order",
     "RingDilatedAttention",
+    "SparsePatternConfig",
     "Striped",
     "ZigZag",
     "attention",

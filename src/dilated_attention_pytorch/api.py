@@ -11,6 +11,8 @@ from torch import Tensor
 from dilated_attention_pytorch import backends, ops
 from dilated_attention_pytorch.backends import reference
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.blocks.call import block_attention, block_attention_weights
+from dilated_attention_pytorch.blocks.pattern import BlockSparse
 from dilated_attention_pytorch.checks import (
     INDEX_DTYPES,
     check_call,
@@ -39,7 +41,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Dilated,
+    pattern: Dilated | BlockSparse,
     *,
     is_causal: bool = ...,
     scale: float | None = ...,
@@ -62,7 +64,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Dilated,
+    pattern: Dilated | BlockSparse,
     *,
     is_causal: bool = ...,
     scale: float | None = ...,
@@ -84,7 +86,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Dilated,
+    pattern: Dilated | BlockSparse,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -109,7 +111,8 @@ def attention(
     Args:
         query: (B, N, H, D); row ``a`` is position ``a + M - N``, so with ``N < M`` the queries are the last positions.
         key, value: (B, M, G, D) with ``H % G == 0``; query head ``h`` reads key head ``h // (H // G)``.
-        pattern: which positions meet, for example ``Dilated([2048, 4096], [1, 2])``.
+        pattern: which positions meet, for example ``Dilated([2048, 4096], [1, 2])``; or a ``BlockSparse``, which has
+            neither dropout nor ``group`` nor mixing gradients and runs on ``"sdpa"``, ``"eager"`` and ``"reference"``.
         is_causal: a position sees itself and earlier ones only.
         scale: of the scores; ``D ** -0.5`` by default.
         dropout_p: probability of dropping a weight. Whether ``(sample, head, i, j, branch)`` is kept depends on ``seed``
@@ -161,6 +164,17 @@ def attention(
     >>> order.unpermute(ordered).equal(out)
     True
     """
+    if isinstance(pattern, BlockSparse):
+        check_no_sharding(layout=layout, bucket_size=bucket_size, transport=transport, comm_dtype=comm_dtype)
+        if order is not None:
+            raise ValueError(
+                "a block-sparse pattern takes no order so far; permute the tensors, which is exact if not causal"
+            )
+        out, block_lse = block_attention(
+            query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
+            cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend, group=group,
+        )  # fmt: skip
+        return (out, block_lse) if return_lse else out
     if group is not None:
         if order is not None:
             check_order(order, query, key, lengths, cu_seqlens, group)  # refuses
@@ -306,7 +320,7 @@ def dilated_attention(
 def attention_weights(
     query: Tensor,
     key: Tensor,
-    pattern: Dilated,
+    pattern: Dilated | BlockSparse,
     query_rows: Sequence[int] | Tensor,
     *,
     is_causal: bool = False,
@@ -322,11 +336,13 @@ def attention_weights(
     >>> attention_weights(q, k, Dilated([256, 512], [1, 2]), query_rows=[0, 999]).sum(-1).allclose(torch.tensor(1.0))
     True
     """
-    check_pattern(pattern)
+    if not isinstance(pattern, BlockSparse):
+        check_pattern(pattern)
     check_qkv(query, key, key)
     check_options(scale, 0.0, "exact")
     check_call(query, key, is_causal, None, lengths, None)
-    pattern.check_key_heads(key.shape[2])
+    if not isinstance(pattern, BlockSparse):
+        pattern.check_key_heads(key.shape[2])
     n, m = query.shape[1], key.shape[1]
     if not isinstance(query_rows, Tensor | list | tuple | range):
         raise TypeError(f"query_rows must be a list or tensor of row numbers, got {query_rows!r}")
@@ -339,6 +355,8 @@ def attention_weights(
         raise ValueError(f"query_rows must be a list of row numbers from {-n} to {n - 1}, got {query_rows}")
     rows = torch.where(rows < 0, rows + n, rows)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    if isinstance(pattern, BlockSparse):
+        return block_attention_weights(query, key, pattern, rows, is_causal=is_causal, scale=scale, lengths=lengths)
     compute = accumulate_dtype(query.dtype)
     result = torch.zeros((query.shape[0], query.shape[2], len(rows), m), dtype=compute, device=query.device)
     for span in spans(query.shape[0], n, m, host_lengths(lengths, m), None):

@@ -169,7 +169,7 @@ def check_no_sharding(*, layout: Any, bucket_size: Any, transport: Any, comm_dty
             raise ValueError(f"{name} says how a sequence is sharded over a group: got {name}={given!r} without group")
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast does to the inputs of ``scaled_dot_product_attention``."""
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors  # refused below
@@ -196,7 +196,7 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Query, key, value and scale as they are computed with, after all checks that do not depend on the backend."""
     check_pattern(pattern)
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     check_qkv(query, key, value)
     check_options(scale, dropout_p, mixing_gradient)
     check_call(query, key, is_causal, seed, lengths, cu_seqlens)

@@ -20,7 +20,8 @@ from dilated_attention_pytorch.problem import Problem
 from dilated_attention_pytorch.tiles import TileKernel
 
 
-def _tile_kernel(backend: str, query: Tensor) -> TileKernel:
+def tile_kernel(backend: str, query: Tensor) -> TileKernel:
+    """The tile kernel of a backend that works by tiles."""
     kernel = {"sdpa": sdpa.kernel, "eager": eager.kernel}[backend]
     return kernel(Request.of(query, dropout_p=0.0))
 
@@ -29,7 +30,7 @@ def kernel_name(backend: str, query: Tensor) -> str:
     """What computes the tiles."""
     if backend in ("hopper", "triton"):
         return {"hopper": "warp-specialised", "triton": "Triton"}[backend] + " kernels over launch tables"
-    return "dense, from the definition" if backend == "reference" else _tile_kernel(backend, query).name
+    return "dense, from the definition" if backend == "reference" else tile_kernel(backend, query).name
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -76,11 +77,12 @@ def _attend(
         assert dropout is None, "refused by why_not"
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             return hopper_run.forward(problem, query, key, value, scale=scale)
-    kernel = _tile_kernel(backend, query)
+    kernel = tile_kernel(backend, query)
     return tiles.forward(problem, query, key, value, scale=scale, kernel=kernel, dropout=dropout, positions=positions)
 
 
-def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Shapes and types of a forward."""
     batch, n, heads, _d = query.shape
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     return out, query.new_empty((batch, heads, n), dtype=accumulate_dtype(query.dtype))
@@ -128,15 +130,16 @@ def _attend_backward(
 
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             return hopper_run.backward(problem, *tensors, scale=scale, detach_mixing=detach_mixing)
-    kernel, dropout = _tile_kernel(backend, query), Dropout(dropout_p, seed) if dropout_p > 0.0 else None
+    kernel, dropout = tile_kernel(backend, query), Dropout(dropout_p, seed) if dropout_p > 0.0 else None
     return tiles.backward(
         problem, *tensors, scale=scale, detach_mixing=detach_mixing, kernel=kernel, dropout=dropout, positions=positions
     )
 
 
-def _attend_backward_fake(
+def attend_backward_fake(
     dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:
+    """Shapes and types of a backward."""
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
 
 
@@ -156,13 +159,14 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     return (*grads, *(None,) * 10)
 
 
-def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+def no_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    """Raise: the backward of a backward."""
     raise RuntimeError(
         "second derivatives of this backend are not supported; backend='reference' has them, for short sequences"
     )
 
 
-def _operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def define_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Define an operator for every device.
 
     ``torch.library.custom_op`` does the same and imports all of ``torch._dynamo`` at the first call.
@@ -178,7 +182,7 @@ def _operator(name: str, function: Callable[..., Any], fake: Callable[..., Any])
     return operator
 
 
-attend = _operator("attend", _attend, _attend_fake)
-attend_backward = _operator("attend_backward", _attend_backward, _attend_backward_fake)
+attend = define_operator("attend", _attend, attend_fake)
+attend_backward = define_operator("attend_backward", _attend_backward, attend_backward_fake)
 torch.library.register_autograd("dilated_attention::attend", _backward, setup_context=_setup_context)
-torch.library.register_autograd("dilated_attention::attend_backward", _no_second_derivative)
+torch.library.register_autograd("dilated_attention::attend_backward", no_second_derivative)

@@ -23,8 +23,6 @@ from dilated_attention_pytorch.spans import Span
 
 # A partial result of one kernel call has at most this many elements, or an eighth of the output if that is more.
 _SMALL_PART = 2**20
-
-
 # Of the query rows and key rows in two slices: what dropout multiplies their weights by, (U, heads, rows, keys).
 Factors = Callable[[slice, slice], Tensor]
 
@@ -380,14 +378,20 @@ def _backward_piece_(
     part = kernel.backward(piece.queries(dout), q, k, v, piece.queries(out), lse, causal, scale, **more)
     _add_gradients_(piece, grads, part)
     if dlse_bnh is not None:
-        # ds = p * dlse: the gradient of a tile with values 0 whose delta is -dlse.
-        unit, minus_dlse, zeros = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(k)
-        unit[..., 0] = 1.0
         dlse = piece.queries(dlse_bnh)
-        size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny)  # half precision could not hold it
-        minus_dlse[..., 0] = -dlse / size
-        dq, dk, _ = kernel.backward(unit, q, k, zeros, minus_dlse, lse, causal, scale, **mask)
-        _add_gradients_(piece, grads[:2], (dq * size, dk * size))
+        _add_gradients_(piece, grads[:2], lse_gradients(kernel, q, k, lse, dlse, causal, scale, **mask))
+
+
+def lse_gradients(
+    kernel: TileKernel, q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, causal: bool, scale: float, **mask: Any
+) -> tuple[Tensor, Tensor]:
+    """``(dq, dk)`` of a tile through lse, ``ds = p * dlse``: the gradient with values 0 and a delta of ``-dlse``."""
+    unit, minus_dlse, zeros = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(k)
+    unit[..., 0] = 1.0
+    size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny)  # half precision could not hold it
+    minus_dlse[..., 0] = -dlse / size
+    dq, dk, _ = kernel.backward(unit, q, k, zeros, minus_dlse, lse, causal, scale, **mask)
+    return dq * size, dk * size
 
 
 def _add_gradients_(piece: _Piece, grads: tuple[Tensor, ...], part: tuple[Tensor, ...]) -> None:

@@ -159,6 +159,27 @@ def attend(
     return out.to(dtype).contiguous(), lse
 
 
+def block_weights(query: Tensor, key: Tensor, met_bhnm: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The weights (B, H, N, M) and lse (B, H, N) of the pairs of a mask that broadcasts to (B, H, N, M)."""
+    with _full_precision(query):
+        s = torch.where(met_bhnm, _scores_bhnm(query, key, scale), -torch.inf)
+    lse = _logsumexp(s) if s.shape[-1] else torch.full(s.shape[:-1], -torch.inf, dtype=s.dtype, device=s.device)
+    return _softmax(s, lse), lse
+
+
+def attend_blocks(query: Tensor, key: Tensor, value: Tensor, met_bhnm: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """``(out (B, N, H, D), lse (B, H, N))`` of a multiplicity that is 0 or 1."""
+    heads, key_heads = query.shape[2], key.shape[2]
+    check_size(query.shape[0] * heads * query.shape[1] * key.shape[1])
+    dtype = query.dtype
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    query, key, value = query.to(compute), key.to(compute), value.to(compute)
+    p, lse = block_weights(query, key, met_bhnm, scale)
+    with _full_precision(query):
+        out = torch.einsum("bhnm,bmhd->bnhd", p, value.repeat_interleave(heads // key_heads, dim=2))
+    return out.to(dtype).contiguous(), lse
+
+
 def _with_detached_mixing(
     part: Tensor,
     pattern: Dilated,

@@ -1,7 +1,13 @@
 """Modules."""
 
+from dilated_attention_pytorch.nn.block_sparse import BlockSparseRingDilatedAttention
 from dilated_attention_pytorch.nn.dilated import DilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.ring import RingDilatedAttention
 
-__all__ = ["DilatedAttention", "MultiheadDilatedAttention", "RingDilatedAttention"]
+__all__ = [
+    "BlockSparseRingDilatedAttention",
+    "DilatedAttention",
+    "MultiheadDilatedAttention",
+    "RingDilatedAttention",
+]

@@ -1,0 +1,1 @@
+"""Block-sparse attention: patterns of blocks (``pattern``, ``rules``, ``flex``), lists of them (``lists``), execution."""

@@ -1,0 +1,149 @@
+"""``attention`` with a block-sparse pattern: check, choose, call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import backends
+from dilated_attention_pytorch.backends import reference
+from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.blocks import ops as block_ops
+from dilated_attention_pytorch.blocks.lists import BlockLists
+from dilated_attention_pytorch.blocks.pattern import BlockSparse
+from dilated_attention_pytorch.checks import autocast, check_call, check_no_forward_derivative, check_options, check_qkv
+from dilated_attention_pytorch.merge import accumulate_dtype
+from dilated_attention_pytorch.spans import Span
+
+
+def _check_served(dropout_p: float, seed: Any, mixing_gradient: str, group: Any) -> None:
+    """Raise for what block-sparse patterns do not have."""
+    if dropout_p > 0.0 or seed is not None:
+        raise ValueError(
+            f"block-sparse attention has no dropout, got dropout_p={dropout_p} and seed={seed}; drop out values before or "
+            "results after it"
+        )
+    if mixing_gradient != "exact":
+        raise ValueError(
+            "mixing_gradient='detached' is about branches of Dilated; block-sparse attention is one softmax: leave it out"
+        )
+    if group is not None:
+        raise ValueError("block-sparse attention runs on one device so far: leave out group, or use a Dilated pattern")
+
+
+def _choose(backend: str, request: Request) -> str:
+    if backend in ("hopper", "triton"):
+        raise ValueError(
+            f"no backend can serve this call:\n  {backend}: its kernels read tile families, not block lists; use "
+            "backend='auto', 'sdpa', 'eager' or 'reference'"
+        )
+    if backend != "auto":
+        return backends.choose(backend, request)
+    return "eager" if backends.why_not("sdpa", request) else "sdpa"
+
+
+def _arguments(
+    query: Tensor,
+    key: Tensor,
+    pattern: BlockSparse,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Any, ...]:
+    """What operators are told about blocks: lengths, cu_seqlens, indices, starts, counts, spec, block size, is_causal."""
+    given = pattern.given_causal if is_causal else pattern.given
+    lists: tuple[Tensor | None, ...] = (None, None, None)
+    if given is not None:
+        lists = (given.indices, given.starts, given.counts)
+    elif pattern.is_adaptive:
+        options = (lengths, cu_seqlens, pattern.spec, pattern.block_size, is_causal, scale)
+        lists = (block_ops.choose_blocks(query.detach(), key.detach(), *options), None, None)
+    return (lengths, cu_seqlens, *lists, pattern.spec, pattern.block_size, is_causal)
+
+
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: BlockSparse,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mixing_gradient: str,
+    backend: str,
+    group: Any,
+) -> tuple[Tensor, Tensor]:
+    """``(out (B, N, H, D), lse (B, H, N))``; see ``attention``."""
+    query, key, value = autocast(query, key, value)
+    check_qkv(query, key, value)
+    check_options(scale, dropout_p, mixing_gradient)
+    check_call(query, key, is_causal, seed, lengths, cu_seqlens)
+    _check_served(dropout_p, seed, mixing_gradient, group)
+    (batch, n, heads, head_dim), m = query.shape, key.shape[1]
+    pattern.check_call(batch, n, m, heads, is_causal=is_causal, packed=cu_seqlens is not None)
+    used_scale = head_dim**-0.5 if scale is None else float(scale)
+    chosen = _choose(backend, Request.of(query, 0.0))
+    if chosen != "reference":
+        check_no_forward_derivative(query, key, value)
+    arguments = _arguments(query, key, pattern, lengths, cu_seqlens, is_causal, used_scale)
+    if chosen == "reference":
+        return _reference(query, key, value, block_ops.block_lists(query, key, *arguments), is_causal, used_scale)
+    out, lse = block_ops.attend_blocks(query, key, value, *arguments, used_scale, chosen)
+    return out, lse
+
+
+def _met(lists: BlockLists, i: Tensor, length: int, is_causal: bool) -> Tensor:
+    """Boolean (S, L, rows, length): which of the positions ``i`` meet which positions of a sequence."""
+    size, j = lists.block_size, torch.arange(length, device=i.device)
+    met = lists.mask()[:, :, i // size - lists.first][..., j // size]
+    return met & (j <= i[:, None]) if is_causal else met
+
+
+def _reference(
+    query: Tensor, key: Tensor, value: Tensor, lists: list[tuple[Span, BlockLists]], is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    (batch, n, heads, _), device = query.shape, query.device
+    # Selected, so that the result belongs to the graph even if every sequence is empty.
+    never = torch.zeros((), dtype=torch.bool, device=device)
+    out = torch.where(never, query + key.sum() + value.sum(), 0.0)
+    lse = torch.full((batch, heads, n), -torch.inf, dtype=accumulate_dtype(query.dtype), device=device)
+    for span, some in lists:
+        i = torch.arange(span.positions.start, span.positions.stop, device=device)
+        met = _met(some, i, span.length, is_causal)
+        rows, columns = (span.samples, span.queries), (span.samples, span.keys)
+        part, part_lse = reference.attend_blocks(query[rows], key[columns], value[columns], met, scale)
+        out[rows] = part
+        lse[span.samples, :, span.queries] = part_lse
+    return out, lse
+
+
+def block_attention_weights(
+    query: Tensor,
+    key: Tensor,
+    pattern: BlockSparse,
+    rows: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+    lengths: Tensor | None,
+) -> Tensor:
+    """The weights of checked query rows, (B, H, rows, M); see ``attention_weights``."""
+    (batch, n, heads, _), m = query.shape, key.shape[1]
+    pattern.check_call(batch, n, m, heads, is_causal=is_causal, packed=False)
+    arguments = _arguments(query, key, pattern, lengths, None, is_causal, scale)
+    compute = accumulate_dtype(query.dtype)
+    result = torch.zeros((batch, heads, len(rows), m), dtype=compute, device=query.device)
+    for span, lists in block_ops.block_lists(query, key, *arguments):
+        inside = rows < span.queries.stop
+        met = _met(lists, rows[inside] + span.positions.start, span.length, is_causal)
+        q, k = query[span.samples][:, rows[inside]].to(compute), key[span.samples, span.keys].to(compute)
+        weights, _ = reference.block_weights(q, k, met, scale)
+        result[span.samples, :, inside.nonzero().squeeze(1), : span.length] = weights.to(compute)
+    return result

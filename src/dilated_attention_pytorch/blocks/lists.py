@@ -1,0 +1,111 @@
+"""Block lists: which key blocks each query block reads, as data. The irregular counterpart of tile families.
+
+Shape letters: S lists per sample or 1, L lists per query head or 1, Q query blocks, K key blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockLists:
+    """For each sample (or all), query head (or all) and query block: its key blocks, ascending.
+
+    The list of ``(s, l, q)`` is ``indices[starts[s, l, q] :][: counts[s, l, q]]``; its query block is number ``first + q``
+    of the sequence. Counts and starts stay on the host: by them tiles are formed without waiting for a device.
+
+    >>> lists = BlockLists.from_mask(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool(), 64)
+    >>> lists.counts.tolist(), lists.indices.tolist(), lists.starts.tolist()
+    ([[[1, 2, 0]]], [0, 0, 1], [[[0, 1, 3]]])
+    """
+
+    counts: Tensor  # (S, L, Q) int64, on the host
+    starts: Tensor  # (S, L, Q) int64, on the host
+    indices: Tensor  # (entries,) int32, on any device
+    block_size: int  # positions
+    key_blocks: int  # of the sequence
+    first: int = 0  # the query block of row 0
+
+    @staticmethod
+    def from_mask(mask: Tensor, block_size: int) -> BlockLists:
+        """The lists of a boolean mask (Q, K), (L, Q, K) or (S, L, Q, K)."""
+        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+        counts = mask.sum(-1).cpu()
+        indices = mask.nonzero()[:, -1].to(torch.int32)
+        return BlockLists.packed(counts, indices, block_size, mask.shape[-1])
+
+    @staticmethod
+    def packed(counts: Tensor, indices: Tensor, block_size: int, key_blocks: int, first: int = 0) -> BlockLists:
+        """Lists that follow one another in ``indices`` without gaps."""
+        flat = counts.flatten()
+        return BlockLists(counts, (flat.cumsum(0) - flat).view(counts.shape), indices, block_size, key_blocks, first)
+
+    @property
+    def query_blocks(self) -> int:
+        """Q."""
+        return self.counts.shape[2]
+
+    def to(self, device: torch.device) -> BlockLists:
+        """The same lists with indices on a device."""
+        return self if self.indices.device == device else replace(self, indices=self.indices.to(device))
+
+    def _entries(self) -> tuple[Tensor, Tensor]:
+        """Of every entry of every list, in order: the number of its list and its place in ``indices``."""
+        counts = self.counts.flatten()
+        row = torch.arange(counts.shape[0]).repeat_interleave(counts)
+        return row, (self.starts.flatten() - counts.cumsum(0) + counts)[row] + torch.arange(row.shape[0])
+
+    def below(self, bound_q: Tensor) -> BlockLists:
+        """Only the entries below a bound (Q,) per query block; lists ascend, so they only get shorter."""
+        row, entry = self._entries()
+        kept = self.indices.cpu()[entry] < bound_q.expand(self.counts.shape).flatten()[row]
+        counts = torch.zeros(self.counts.numel(), dtype=torch.int64).index_add_(0, row, kept.to(torch.int64))
+        return replace(self, counts=counts.view(self.counts.shape))
+
+    def causal(self) -> BlockLists:
+        """Without the key blocks behind the query block."""
+        return self.below(self.first + torch.arange(self.query_blocks) + 1)
+
+    def part(self, first: int, key_blocks: int) -> BlockLists:
+        """The lists of the query blocks ``first .. key_blocks - 1`` over the first ``key_blocks`` key blocks."""
+        rows = slice(first - self.first, key_blocks - self.first)
+        some = replace(self, counts=self.counts[..., rows], starts=self.starts[..., rows], first=first)
+        if key_blocks == self.key_blocks:
+            return some
+        bound = torch.full((some.query_blocks,), key_blocks)
+        return replace(some.below(bound), key_blocks=key_blocks)
+
+    def of_samples(self, samples: slice) -> BlockLists:
+        """The lists of some samples."""
+        if self.counts.shape[0] == 1:
+            return self
+        return replace(self, counts=self.counts[samples], starts=self.starts[samples])
+
+    def mask(self) -> Tensor:
+        """Boolean (S, L, Q, K), on the device of the indices."""
+        row, entry = self._entries()
+        device = self.indices.device
+        table = torch.zeros((self.counts.numel(), self.key_blocks), dtype=torch.bool, device=device)
+        table[row.to(device), self.indices[entry.to(device)].long()] = True
+        return table.view(*self.counts.shape, self.key_blocks)
+
+    def transposed(self) -> BlockLists:
+        """For each key block the query blocks that read it, ascending: what sums of dk and dv go by.
+
+        Query blocks are numbered as in ``first + q``.
+
+        >>> lists = BlockLists.from_mask(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool(), 64).transposed()
+        >>> lists.counts.tolist(), lists.indices.tolist()
+        ([[[2, 1, 0]]], [0, 1, 1])
+        """
+        samples, heads, query_blocks = self.counts.shape
+        row, entry = self._entries()
+        column = row // query_blocks * self.key_blocks + self.indices.cpu()[entry]
+        order = column.argsort(stable=True)
+        counts = column.bincount(minlength=samples * heads * self.key_blocks).view(samples, heads, self.key_blocks)
+        readers = (row[order] % query_blocks + self.first).to(torch.int32).to(self.indices.device)
+        return BlockLists.packed(counts, readers, self.block_size, self.first + query_blocks)

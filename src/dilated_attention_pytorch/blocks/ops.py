@@ -1,0 +1,195 @@
+"""The custom operators of block-sparse attention; ``ops.py`` has those of dilated attention.
+
+The pattern travels as a string, from which lists are made when the operator runs, or as lists: tensors.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import ops
+from dilated_attention_pytorch.blocks import rules
+from dilated_attention_pytorch.blocks import tiles as block_tiles
+from dilated_attention_pytorch.blocks.lists import BlockLists
+from dilated_attention_pytorch.blocks.pattern import SparsePatternConfig
+from dilated_attention_pytorch.spans import Span, host_cu_seqlens, host_lengths, spans
+
+
+@lru_cache(maxsize=32)
+def _static_lists(spec: str, first: int, blocks: int, is_causal: bool, device: torch.device) -> BlockLists:
+    return SparsePatternConfig.from_spec(spec).lists(first, blocks, is_causal).to(device)
+
+
+def _spans(query: Tensor, key: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[Span]:
+    (batch, n), m = query.shape[:2], key.shape[1]
+    return list(spans(batch, n, m, host_lengths(lengths, m), host_cu_seqlens(cu_seqlens, m)))
+
+
+def _blocks(span: Span, block_size: int) -> tuple[int, int]:
+    """The first query block of a span, and the number of key blocks."""
+    return span.positions.start // block_size, -(-span.length // block_size)
+
+
+def block_lists(
+    query: Tensor,
+    key: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    indices: Tensor | None,
+    starts: Tensor | None,
+    counts: Tensor | None,
+    spec: str,
+    block_size: int,
+    is_causal: bool,
+) -> list[tuple[Span, BlockLists]]:
+    """The sequences of a batch, each with its lists.
+
+    ``indices``, ``starts`` and ``counts`` are those of a mask; ``indices`` alone what ``choose_blocks`` returns.
+    """
+    found, row = [], 0
+    for span in _spans(query, key, lengths, cu_seqlens):
+        first, blocks = _blocks(span, block_size)
+        if starts is not None and counts is not None and indices is not None:
+            last = -(-key.shape[1] // block_size)
+            lists = BlockLists(counts, starts, indices, block_size, last, last - counts.shape[2])
+            lists = lists.part(first, blocks).of_samples(span.samples).to(query.device)
+        elif indices is not None:
+            budget = SparsePatternConfig.from_spec(spec).rows(first, blocks, is_causal).budget.long()
+            lists = _chosen(indices, span.samples, row, budget, block_size, blocks, first)
+            row += blocks if cu_seqlens is not None else 0
+        else:
+            lists = _static_lists(spec, first, blocks, is_causal, query.device)
+        found.append((span, lists))
+    return found
+
+
+def _chosen(
+    indices: Tensor, samples: slice, row: int, budget: Tensor, block_size: int, blocks: int, first: int
+) -> BlockLists:
+    """The lists of some samples, from row ``row`` on, in a table (B, H, rows, width)."""
+    batch, heads, rows, width = indices.shape
+    starts = torch.arange(batch * heads * rows).view(batch, heads, rows) * width
+    some = starts[samples, :, row : row + len(budget)]
+    return BlockLists(budget.expand(some.shape), some, indices.flatten(), block_size, blocks, first)
+
+
+def _choose_blocks(
+    query: Tensor,
+    key: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: str,
+    block_size: int,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """The key blocks that an adaptive pattern chooses, (B, H, query blocks, most of a block), see ``rules.adaptive``.
+
+    Documents have their query blocks one after the other.
+    """
+    chosen = torch.zeros(_chosen_shape(query, key, cu_seqlens, spec, block_size), dtype=torch.int32, device=query.device)
+    config, row = SparsePatternConfig.from_spec(spec), 0
+    for span in _spans(query, key, lengths, cu_seqlens):
+        first, blocks = _blocks(span, block_size)
+        q, k = query[span.samples, span.queries], key[span.samples, span.keys]
+        some = rules.adaptive(q, k, config.rows(first, blocks, is_causal), block_size, scale, chosen.shape[-1])
+        chosen[span.samples, :, row : row + blocks - first] = some
+        row += blocks if cu_seqlens is not None else 0
+    return chosen
+
+
+def _chosen_shape(query: Tensor, key: Tensor, cu_seqlens: Tensor | None, spec: str, block_size: int) -> tuple[int, ...]:
+    (batch, n, heads, _), m = query.shape, key.shape[1]
+    ratio = SparsePatternConfig.from_spec(spec).ratio
+    blocks = -(-m // block_size)
+    rows = blocks - (m - n) // block_size
+    if cu_seqlens is not None:  # each document may have a short block
+        rows = n // block_size + cu_seqlens.shape[0] - 1
+    return batch, heads, rows, 1 + blocks * ratio.numerator // ratio.denominator
+
+
+def _choose_blocks_fake(
+    query: Tensor,
+    key: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spec: str,
+    block_size: int,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    return query.new_empty(_chosen_shape(query, key, cu_seqlens, spec, block_size), dtype=torch.int32)
+
+
+def _attend_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    indices: Tensor | None,
+    starts: Tensor | None,
+    counts: Tensor | None,
+    spec: str,
+    block_size: int,
+    is_causal: bool,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """``(out (B, N, H, D), lse (B, H, N))`` of a block-sparse pattern."""
+    lists = block_lists(query, key, lengths, cu_seqlens, indices, starts, counts, spec, block_size, is_causal)
+    kernel = ops.tile_kernel(backend, query)
+    return block_tiles.forward(lists, query, key, value, is_causal=is_causal, scale=scale, kernel=kernel)
+
+
+def _attend_blocks_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    indices: Tensor | None,
+    starts: Tensor | None,
+    counts: Tensor | None,
+    spec: str,
+    block_size: int,
+    is_causal: bool,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` from the merged ``out`` and ``lse``."""
+    lists = block_lists(query, key, lengths, cu_seqlens, indices, starts, counts, spec, block_size, is_causal)
+    kernel, tensors = ops.tile_kernel(backend, query), (dout, dlse, query, key, value, out, lse)
+    return block_tiles.backward(lists, *tensors, is_causal=is_causal, scale=scale, kernel=kernel)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, *optional = inputs[:8]
+    ctx.constants = inputs[8:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, *output, *optional)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, out, lse, *optional = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * 13
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = attend_blocks_backward(dout, dlse, query, key, value, out, lse, *optional, *ctx.constants)
+    return (*grads, *(None,) * 10)
+
+
+choose_blocks = ops.define_operator("choose_blocks", _choose_blocks, _choose_blocks_fake)
+attend_blocks = ops.define_operator("attend_blocks", _attend_blocks, ops.attend_fake)
+attend_blocks_backward = ops.define_operator("attend_blocks_backward", _attend_blocks_backward, ops.attend_backward_fake)
+torch.library.register_autograd("dilated_attention::attend_blocks", _backward, setup_context=_setup_context)
+torch.library.register_autograd("dilated_attention::attend_blocks_backward", ops.no_second_derivative)

@@ -1,0 +1,283 @@
+"""Execution of block lists through a tile kernel: dense tiles of gathered key blocks, merged forward, summed backward.
+
+A list is cut into chunks of powers of two of key blocks, so that chunks of one size are equal tiles and go in few calls.
+Its last entry goes apart where it may be special: under ``is_causal`` the block on the diagonal, a causal square, otherwise
+the short last block of the sequence. Everything that decides about shapes is known on the host; only numbers of blocks
+are on the device.
+
+Shape letters: B batch, N query rows, M key rows, H query heads, G key heads, D head size; U units: tiles of one sample, and
+of one head if lists differ by head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import tiles
+from dilated_attention_pytorch.blocks.lists import BlockLists
+from dilated_attention_pytorch.merge import accumulate_dtype, merge_
+from dilated_attention_pytorch.spans import Span
+from dilated_attention_pytorch.tiles import TileKernel
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Equal tiles: ``rows`` query rows of one query block over ``blocks`` key blocks, of each the rows ``keys``."""
+
+    lists: Tensor  # (T,) number of the list (sample, head, query block), on the host
+    entries: Tensor  # (T,) place of the first key block in the indices, on the host
+    skipped: int  # positions of the query block before its first query
+    rows: int
+    blocks: int
+    keys: range  # within each key block
+    causal: bool = False
+    # Of the numbers of key and query blocks: which tiles count. Where the host can read them, only those are made.
+    gate: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Tiles of a kernel call as index tensors: samples (U,1,1), query and key rows (U,1,rows), heads (U or 1,heads,1)."""
+
+    sample: Tensor
+    row: Tensor
+    head: Tensor
+    key_row: Tensor
+    key_head: Tensor
+    causal: bool
+    gate: Tensor | None  # (U,)
+
+    def queries(self, x_bnh: Tensor) -> Tensor:
+        """(U, heads, rows, ...) of a tensor (B, N, H, ...)."""
+        return x_bnh[self.sample, self.row, self.head]
+
+    def keys(self, x_bmg: Tensor) -> Tensor:
+        """(U, heads, keys, D) of a tensor (B, M, G, D)."""
+        return x_bmg[self.sample, self.key_row, self.key_head]
+
+    def put_queries(self, x_bnh: Tensor, part: Tensor) -> None:
+        """Write ``queries`` back: no row is in two units of a call."""
+        x_bnh[self.sample, self.row, self.head] = part
+
+    def add_queries(self, x_bnhd: Tensor, part: Tensor) -> None:
+        """Add to the rows of ``queries``."""
+        self.put_queries(x_bnhd, self.queries(x_bnhd) + part)
+
+    def add_keys(self, x_bmgd: Tensor, part: Tensor) -> None:
+        """Add to the rows of ``keys``: units share them."""
+        _, m, heads, d = x_bmgd.shape
+        place = (self.sample * m + self.key_row) * heads + self.key_head
+        x_bmgd.view(-1, d).index_add_(0, place.flatten(), part.reshape(-1, d).to(x_bmgd.dtype))
+
+
+def _host_reads(x: Tensor) -> bool:
+    """Whether reading the values of a tensor waits for no device."""
+    return x.device.type == "cpu"
+
+
+def _tiles(lists: BlockLists, span: Span, is_causal: bool, most_blocks: int) -> Iterator[_Tiles]:
+    """The tiles of lists. ``most_blocks``, a power of two, bounds the key blocks of one."""
+    size, length, last = lists.block_size, span.length, lists.key_blocks - 1
+    tail = length - last * size
+    counts, starts = lists.counts.flatten(), lists.starts.flatten()
+    block = torch.arange(lists.first, last + 1).expand(lists.counts.shape).flatten()
+    whole = range(size)
+    for first_block, stop_block in _runs(lists.first, last + 1):
+        # All query blocks of a run have the same rows: the first one may begin late, the last one may end early.
+        skipped = max(0, span.positions.start - first_block * size)
+        rows = min(size, length - first_block * size) - skipped
+        some = ((block >= first_block) & (block < stop_block) & (counts > 0)).nonzero().squeeze(1)
+        left, place = counts[some], starts[some]
+        if is_causal or tail < size:
+            left = left - 1
+            entry = place + left
+            if is_causal:
+                if skipped:
+                    yield _Tiles(some, entry, skipped, rows, 1, range(skipped), gate=_same)
+                square = range(skipped, skipped + rows)
+                yield _Tiles(some, entry, skipped, rows, 1, square, causal=True, gate=_same)
+                yield _Tiles(some, entry, skipped, rows, 1, whole, gate=_different)
+            else:
+                yield _Tiles(some, entry, skipped, rows, 1, range(tail), gate=lambda key, _: key == last)
+                yield _Tiles(some, entry, skipped, rows, 1, whole, gate=lambda key, _: key != last)
+        blocks = most_blocks
+        while blocks:
+            chosen = (left >= blocks).nonzero().squeeze(1)
+            if len(chosen):
+                yield _Tiles(some[chosen], place[chosen], skipped, rows, blocks, whole)
+                left, place = left.clone(), place.clone()
+                left[chosen] -= blocks
+                place[chosen] += blocks
+            else:
+                blocks //= 2
+
+
+def _same(key: Tensor, query: Tensor) -> Tensor:
+    return key == query
+
+
+def _different(key: Tensor, query: Tensor) -> Tensor:
+    return key != query
+
+
+def _runs(first: int, stop: int) -> list[tuple[int, int]]:
+    """The first and the last query block, which may have fewer rows, and those between."""
+    cuts = sorted({first, min(first + 1, stop), max(first, stop - 1), stop})
+    return list(pairwise(cuts))
+
+
+def _units(
+    lists: BlockLists, span: Span, is_causal: bool, batch: int, heads: int, key_heads: int, head_dim: int, limit: int
+) -> Iterator[_Unit]:
+    """Kernel calls of at most ``limit`` gathered elements of queries and of keys, where possible."""
+    size, device = lists.block_size, lists.indices.device
+    samples, list_heads, query_blocks = lists.counts.shape
+    own_heads = 1 if list_heads > 1 else heads  # of one unit
+    most_blocks = 2 ** max(0, (limit // (size * head_dim * own_heads)).bit_length() - 1)
+    for made in _tiles(lists, span, is_causal, most_blocks):
+        if made.keys.stop > span.length:  # there is no such block
+            continue
+        copies = 1 if samples > 1 else batch  # of a tile: one for each sample
+        step = max(1, limit // (copies * own_heads * head_dim * max(made.rows, made.blocks * len(made.keys))))
+        gate = None
+        if made.gate is not None:
+            key = lists.indices[made.entries.to(device)].long()
+            gate = made.gate(key, (lists.first + made.lists % query_blocks).to(device))
+        numbers = torch.arange(len(made.lists))
+        if gate is not None and _host_reads(gate):
+            numbers, gate = gate.nonzero().squeeze(1), None
+        for some in torch.split(numbers, step):
+            if len(some) == 0:
+                continue
+            number, entry = made.lists[some].repeat_interleave(copies), made.entries[some].repeat_interleave(copies)
+            sample = number // (list_heads * query_blocks)
+            if copies > 1:
+                sample = torch.arange(batch).repeat(len(some))
+            head = (
+                (number // query_blocks % list_heads).view(-1, 1, 1)
+                if list_heads > 1
+                else torch.arange(heads).view(1, -1, 1)
+            )
+            block = lists.first + number % query_blocks
+            row = block[:, None] * size + made.skipped - span.positions.start + torch.arange(made.rows)
+            place = (entry[:, None] + torch.arange(made.blocks)).to(device)
+            within = torch.arange(made.keys.start, made.keys.stop, device=device)
+            key_block = lists.indices[place].long()
+            counts = None if gate is None else gate[some.to(device)].repeat_interleave(copies)
+            if counts is not None:  # tiles that do not count read rows that are there
+                key_block = torch.where(counts[:, None], key_block, 0)
+            key_row = (key_block[:, :, None] * size + within).flatten(1)
+            yield _Unit(
+                sample.view(-1, 1, 1).to(device),
+                row[:, None].to(device),
+                head.to(device),
+                key_row[:, None],
+                (head // (heads // key_heads)).to(device),
+                made.causal,
+                counts,
+            )
+
+
+def forward(
+    lists: list[tuple[Span, BlockLists]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+    kernel: TileKernel,
+) -> tuple[Tensor, Tensor]:
+    """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged."""
+    query, scale, _ = tiles.positive_scale(query, scale)
+    dtype = accumulate_dtype(query.dtype)
+    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    lse_bnh = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
+    for span, some in lists:
+        rows, columns = (span.samples, span.queries), (span.samples, span.keys)
+        q, k, v, part_out, part_lse = query[rows], key[columns], value[columns], out[rows], lse_bnh[rows]
+        for unit in _units(some, span, is_causal, q.shape[0], q.shape[2], k.shape[2], q.shape[3], tiles.part_limit(query)):
+            _forward_unit_(unit, q, k, v, part_out, part_lse, scale, kernel)
+    return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
+
+
+def _forward_unit_(
+    unit: _Unit, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_bnh: Tensor, scale: float, kernel: TileKernel
+) -> None:
+    part, part_lse = kernel.forward(unit.queries(q), unit.keys(k), unit.keys(v), unit.causal, scale)
+    if unit.gate is not None:
+        part_lse = part_lse.masked_fill(~unit.gate[:, None, None], -torch.inf)
+    merged, merged_lse = unit.queries(out), unit.queries(lse_bnh)
+    merge_(merged, merged_lse, part, part_lse)
+    unit.put_queries(out, merged)
+    unit.put_queries(lse_bnh, merged_lse)
+
+
+def backward(
+    lists: list[tuple[Span, BlockLists]],
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+    kernel: TileKernel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)``: the gradients of all tiles, summed, given the merged ``out`` and ``lse``."""
+    query, scale, sign = tiles.positive_scale(query, scale)
+    dtype = accumulate_dtype(query.dtype)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value))
+    lse_bnh = lse.transpose(1, 2)
+    dlse_bnh = None if dlse is None else dlse.transpose(1, 2)
+    for span, some in lists:
+        rows, columns = (span.samples, span.queries), (span.samples, span.keys)
+        q, k, v = query[rows], key[columns], value[columns]
+        by_row = dout[rows], out[rows], lse_bnh[rows], None if dlse_bnh is None else dlse_bnh[rows]
+        # Sums of a span go to tensors of their own, whose rows follow one another.
+        part = (
+            dq[rows],
+            torch.zeros(k.shape, dtype=dtype, device=k.device),
+            torch.zeros(v.shape, dtype=dtype, device=v.device),
+        )
+        for unit in _units(some, span, is_causal, q.shape[0], q.shape[2], k.shape[2], q.shape[3], tiles.part_limit(query)):
+            _backward_unit_(unit, *by_row, q, k, v, part, scale, kernel)
+        dk[columns] = part[1]
+        dv[columns] = part[2]
+    if sign != 1.0:
+        dq *= sign
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+
+
+def _backward_unit_(
+    unit: _Unit,
+    dout: Tensor,
+    out: Tensor,
+    lse_bnh: Tensor,
+    dlse_bnh: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    kernel: TileKernel,
+) -> None:
+    q, k, v, lse = unit.queries(query), unit.keys(key), unit.keys(value), unit.queries(lse_bnh)
+    if unit.gate is not None:
+        lse = lse.masked_fill(~unit.gate[:, None, None], torch.inf)  # all weights 0
+    part = kernel.backward(unit.queries(dout), q, k, v, unit.queries(out), lse, unit.causal, scale)
+    unit.add_queries(grads[0], part[0])
+    unit.add_keys(grads[1], part[1])
+    unit.add_keys(grads[2], part[2])
+    if dlse_bnh is not None:
+        dq, dk = tiles.lse_gradients(kernel, q, k, lse, unit.queries(dlse_bnh), unit.causal, scale)
+        unit.add_queries(grads[0], dq)
+        unit.add_keys(grads[1], dk)

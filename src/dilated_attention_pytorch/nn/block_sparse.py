@@ -1,0 +1,92 @@
+"""Block-sparse attention as a module without parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.api import attention
+from dilated_attention_pytorch.backends import check_name
+from dilated_attention_pytorch.blocks.pattern import BlockSparse, SparsePatternConfig
+from dilated_attention_pytorch.checks import check_options
+from dilated_attention_pytorch.patterns import Dilated
+
+
+class BlockSparseRingDilatedAttention(nn.Module):
+    """``attention`` with a block-sparse pattern.
+
+    Args:
+        segment_lengths, dilation_rates: the branches of the pattern ``"dilated_sparse"``, segments in tokens and rates in
+            blocks. The other patterns have no branches and do not depend on them.
+        sparse_config: the pattern; by default ``"dilated_sparse"`` with a tenth of the blocks.
+        softmax_scale, backend: ``scale`` and ``backend`` of ``attention``.
+
+    >>> import torch
+    >>> config = SparsePatternConfig("dilated_sparse", sparsity_ratio=0.5, block_size=64)
+    >>> attend = BlockSparseRingDilatedAttention([256, 512], [1, 2], config)
+    >>> attend(torch.randn(1, 1000, 8, 64)).shape
+    torch.Size([1, 1000, 8, 64])
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        sparse_config: SparsePatternConfig | None = None,
+        *,
+        softmax_scale: float | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_name(backend)
+        check_options(softmax_scale, 0.0, "exact")
+        config = SparsePatternConfig("dilated_sparse", 0.1) if sparse_config is None else sparse_config
+        if not isinstance(config, SparsePatternConfig):
+            raise TypeError(f"sparse_config must be a SparsePatternConfig, got {type(config).__name__}")
+        branches = Dilated(segment_lengths, dilation_rates)
+        if config.pattern_type == "dilated_sparse":
+            given = Dilated(config.segment_lengths, config.dilation_rates) if config.segment_lengths else branches
+            if given != branches:
+                raise ValueError(
+                    f"sparse_config has the branches {given.branches}, the module {branches.branches}; leave out those"
+                )
+            config = replace(config, segment_lengths=branches.segment_lengths, dilation_rates=branches.dilation_rates)
+        self.sparse_config = config
+        self.pattern = BlockSparse.from_config(config)
+        self.softmax_scale = softmax_scale
+        self.backend = backend
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Attend (B, N, H, D) over (B, M, G, D), by default the queries themselves, and return (B, N, H, D).
+
+        ``value`` is ``key`` by default.
+        """
+        if key is None and value is not None:
+            raise ValueError("value without key: pass both, or neither for the queries themselves")
+        key = query if key is None else key
+        return attention(
+            query,
+            key,
+            key if value is None else value,
+            self.pattern,
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            lengths=lengths,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        """The pattern, for ``print(module)``."""
+        return f"{self.sparse_config}, softmax_scale={self.softmax_scale}, backend={self.backend!r}"
