@@ -41,7 +41,7 @@ class _Tiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class _Call:
     """Tiles of a kernel call as index tensors: samples (U,1,1), query and key rows (U,1,rows), heads (U or 1,heads,1)."""
 
     sample: Tensor
@@ -131,9 +131,9 @@ def _runs(first: int, stop: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def _units(
+def _calls(
     lists: BlockLists, span: Span, is_causal: bool, batch: int, heads: int, key_heads: int, head_dim: int, limit: int
-) -> Iterator[_Unit]:
+) -> Iterator[_Call]:
     """Kernel calls of at most ``limit`` gathered elements of queries and of keys, where possible."""
     size, device = lists.block_size, lists.indices.device
     samples, list_heads, query_blocks = lists.counts.shape
@@ -168,18 +168,18 @@ def _units(
             place = (entry[:, None] + torch.arange(made.blocks)).to(device)
             within = torch.arange(made.keys.start, made.keys.stop, device=device)
             key_block = lists.indices[place].long()
-            counts = None if gate is None else gate[some.to(device)].repeat_interleave(copies)
-            if counts is not None:  # tiles that do not count read rows that are there
-                key_block = torch.where(counts[:, None], key_block, 0)
+            counted = None if gate is None else gate[some.to(device)].repeat_interleave(copies)
+            if counted is not None:  # tiles that do not count read rows that are there
+                key_block = torch.where(counted[:, None], key_block, 0)
             key_row = (key_block[:, :, None] * size + within).flatten(1)
-            yield _Unit(
+            yield _Call(
                 sample.view(-1, 1, 1).to(device),
                 row[:, None].to(device),
                 head.to(device),
                 key_row[:, None],
                 (head // (heads // key_heads)).to(device),
                 made.causal,
-                counts,
+                counted,
             )
 
 
@@ -201,21 +201,21 @@ def forward(
     for span, some in lists:
         rows, columns = (span.samples, span.queries), (span.samples, span.keys)
         q, k, v, part_out, part_lse = query[rows], key[columns], value[columns], out[rows], lse_bnh[rows]
-        for unit in _units(some, span, is_causal, q.shape[0], q.shape[2], k.shape[2], q.shape[3], tiles.part_limit(query)):
-            _forward_unit_(unit, q, k, v, part_out, part_lse, scale, kernel)
+        for call in _calls(some, span, is_causal, q.shape[0], q.shape[2], k.shape[2], q.shape[3], tiles.part_limit(query)):
+            _forward_call_(call, q, k, v, part_out, part_lse, scale, kernel)
     return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
 
 
-def _forward_unit_(
-    unit: _Unit, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_bnh: Tensor, scale: float, kernel: TileKernel
+def _forward_call_(
+    call: _Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_bnh: Tensor, scale: float, kernel: TileKernel
 ) -> None:
-    part, part_lse = kernel.forward(unit.queries(q), unit.keys(k), unit.keys(v), unit.causal, scale)
-    if unit.gate is not None:
-        part_lse = part_lse.masked_fill(~unit.gate[:, None, None], -torch.inf)
-    merged, merged_lse = unit.queries(out), unit.queries(lse_bnh)
+    part, part_lse = kernel.forward(call.queries(q), call.keys(k), call.keys(v), call.causal, scale)
+    if call.gate is not None:
+        part_lse = part_lse.masked_fill(~call.gate[:, None, None], -torch.inf)
+    merged, merged_lse = call.queries(out), call.queries(lse_bnh)
     merge_(merged, merged_lse, part, part_lse)
-    unit.put_queries(out, merged)
-    unit.put_queries(lse_bnh, merged_lse)
+    call.put_queries(out, merged)
+    call.put_queries(lse_bnh, merged_lse)
 
 
 def backward(
@@ -248,8 +248,8 @@ def backward(
             torch.zeros(k.shape, dtype=dtype, device=k.device),
             torch.zeros(v.shape, dtype=dtype, device=v.device),
         )
-        for unit in _units(some, span, is_causal, q.shape[0], q.shape[2], k.shape[2], q.shape[3], tiles.part_limit(query)):
-            _backward_unit_(unit, *by_row, q, k, v, part, scale, kernel)
+        for call in _calls(some, span, is_causal, q.shape[0], q.shape[2], k.shape[2], q.shape[3], tiles.part_limit(query)):
+            _backward_call_(call, *by_row, q, k, v, part, scale, kernel)
         dk[columns] = part[1]
         dv[columns] = part[2]
     if sign != 1.0:
@@ -257,8 +257,8 @@ def backward(
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
-def _backward_unit_(
-    unit: _Unit,
+def _backward_call_(
+    call: _Call,
     dout: Tensor,
     out: Tensor,
     lse_bnh: Tensor,
@@ -270,14 +270,14 @@ def _backward_unit_(
     scale: float,
     kernel: TileKernel,
 ) -> None:
-    q, k, v, lse = unit.queries(query), unit.keys(key), unit.keys(value), unit.queries(lse_bnh)
-    if unit.gate is not None:
-        lse = lse.masked_fill(~unit.gate[:, None, None], torch.inf)  # all weights 0
-    part = kernel.backward(unit.queries(dout), q, k, v, unit.queries(out), lse, unit.causal, scale)
-    unit.add_queries(grads[0], part[0])
-    unit.add_keys(grads[1], part[1])
-    unit.add_keys(grads[2], part[2])
+    q, k, v, lse = call.queries(query), call.keys(key), call.keys(value), call.queries(lse_bnh)
+    if call.gate is not None:
+        lse = lse.masked_fill(~call.gate[:, None, None], torch.inf)  # all weights 0
+    part = kernel.backward(call.queries(dout), q, k, v, call.queries(out), lse, call.causal, scale)
+    call.add_queries(grads[0], part[0])
+    call.add_keys(grads[1], part[1])
+    call.add_keys(grads[2], part[2])
     if dlse_bnh is not None:
-        dq, dk = tiles.lse_gradients(kernel, q, k, lse, unit.queries(dlse_bnh), unit.causal, scale)
-        unit.add_queries(grads[0], dq)
-        unit.add_keys(grads[1], dk)
+        dq, dk = tiles.lse_gradients(kernel, q, k, lse, call.queries(dlse_bnh), call.causal, scale)
+        call.add_queries(grads[0], dq)
+        call.add_keys(grads[1], dk)
