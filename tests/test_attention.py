@@ -382,3 +382,10 @@ def test_weights_of_chosen_rows(n, causal):
     torch.testing.assert_close(torch.einsum("bhrm,bmhd->brhd", short[1:, :, :2], values[1:]), expected[:, rows[:2]])
     assert (short[1, :, 2] == 0).all()
     assert (short[1, :, :, 38:] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty_sequences_have_gradients(backend):
+    inputs = random_inputs(2, 5, 5, 2, 2, 4)
+    out = attention(*inputs, Dilated([4], [1]), lengths=torch.tensor([0, 0]), backend=backend)
+    assert all((x == 0).all() for x in (out, *torch.autograd.grad(out.sum(), inputs)))

@@ -247,7 +247,7 @@ def _reference(
     # Sequences of their own are computed on their own: a NaN in one cannot reach another through 0 * NaN.
     # (selected, so that the result belongs to the graph even if every sequence is empty)
     never = torch.zeros((), dtype=torch.bool, device=query.device)
-    out = torch.where(never, query, 0.0)
+    out = torch.where(never, query + key.sum() + value.sum(), 0.0)
     lse = torch.full((batch, heads, n), -torch.inf, dtype=accumulate_dtype(query.dtype), device=query.device)
     for span in spans(batch, n, m, host_lengths(lengths, m), host_cu_seqlens(cu_seqlens, m)):
         part, part_lse = reference.attend(
