@@ -17,6 +17,7 @@ from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
+from dilated_attention_pytorch.backends.triton.launch import launch
 from dilated_attention_pytorch.backends.triton.tables import Work, work
 from dilated_attention_pytorch.problem import Problem
 from dilated_attention_pytorch.tiles import positive_scale
@@ -81,11 +82,12 @@ def forward(
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
 
     def attend(items: int, table: Tensor, final: bool) -> None:
-        forward_kernel[(min(items, _multiprocessors(query.device)),)](
+        arguments = (
             *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.heads,
-            problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, BLOCK_N=chosen.block,
-            **_constants(chosen, query, final),
+            problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E,
         )  # fmt: skip
+        constants = {"BLOCK_N": chosen.block, **_constants(chosen, query, final)}
+        launch(forward_kernel, min(items, _multiprocessors(query.device)), arguments, constants)
 
     def add_parts(programs: int, table: Tensor) -> None:
         run.launch_forward(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
@@ -113,11 +115,12 @@ def dq(
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
 
     def attend(items: int, table: Tensor, final: bool) -> None:
-        dq_kernel[(min(items, _multiprocessors(query.device)),)](
+        arguments = (
             *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.heads,
-            problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale, BLOCK_N=chosen.block,
-            **_constants(chosen, query, final),
+            problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
         )  # fmt: skip
+        constants = {"BLOCK_N": chosen.block, **_constants(chosen, query, final)}
+        launch(dq_kernel, min(items, _multiprocessors(query.device)), arguments, constants)
 
     def add_parts(programs: int, table: Tensor) -> None:
         run.launch_dq(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
@@ -145,11 +148,12 @@ def dkv(
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
 
     def attend(items: int, table: Tensor, final: bool) -> None:
-        dkv_kernel[(min(items, _multiprocessors(query.device)),)](
+        arguments = (
             *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.keys,
             problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
-            BLOCK_M=chosen.block, OVERLAP=chosen.overlap, **_constants(chosen, query, final),
         )  # fmt: skip
+        constants = {"BLOCK_M": chosen.block, "OVERLAP": chosen.overlap, **_constants(chosen, query, final)}
+        launch(dkv_kernel, min(items, _multiprocessors(query.device)), arguments, constants)
 
     def add_parts(programs: int, table: Tensor) -> None:
         run.launch_dkv(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)

@@ -14,6 +14,7 @@ from dilated_attention_pytorch import dropout
 from dilated_attention_pytorch.backends.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from dilated_attention_pytorch.backends.triton.configs import Config, Configs, configs, padded
 from dilated_attention_pytorch.backends.triton.forward import forward_kernel
+from dilated_attention_pytorch.backends.triton.launch import launch
 from dilated_attention_pytorch.backends.triton.tables import SUM_ROWS, Work, work
 from dilated_attention_pytorch.problem import Problem
 
@@ -63,7 +64,7 @@ def result_buffer(like: Tensor, todo: Work) -> Tensor:
     return make(like.shape, dtype=like.dtype, device=like.device)
 
 
-def launch(todo: Work, config: Config, call: Callable[..., None]) -> None:
+def each_launch(todo: Work, config: Config, call: Callable[..., None]) -> None:
     """``call(config, programs, table, ATTEND=..., FINAL=...)`` for every launch."""
     for one in todo.launches:
         call(config if one.attends else SUM, one.programs, one.table, ATTEND=one.attends, FINAL=one.final)
@@ -87,14 +88,15 @@ def launch_forward(
     """One launch over ``tensors``: query, key, value, parts, parts_lse2, out, lse."""
     query, key, value, *_, lse = tensors
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
-    forward_kernel[(programs,)](
+    arguments = (
         *tensors, table, todo.layout, todo.offsets, lse if seed is None else seed, lse if positions is None else positions,
         table.shape[0], *strides,
         problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        problem.keys - problem.queries, abs(scale) * LOG2_E, *_keep(dropout_p), NEGATIVE=scale < 0,
-        ORDERED=positions is not None, **mode,
-        **_constants(problem, query, config, dropout_p, strides),
+        problem.keys - problem.queries, abs(scale) * LOG2_E, *_keep(dropout_p),
     )  # fmt: skip
+    constants = {"NEGATIVE": scale < 0, "ORDERED": positions is not None, **mode}
+    constants |= _constants(problem, query, config, dropout_p, strides)
+    launch(forward_kernel, programs, arguments, constants)
 
 
 def forward_buffers(problem: Problem, query: Tensor, todo: Work) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -115,7 +117,7 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, **optio
     def call(*which: Any, **mode: Any) -> None:
         launch_forward(problem, todo, (query, key, value, *parts, out, lse), *which, **options, **mode)
 
-    launch(todo, config, call)
+    each_launch(todo, config, call)
     return out, lse
 
 
@@ -138,13 +140,14 @@ def _launch_backward(
 ) -> None:
     query, key, value, dout, lse, *_ = tensors
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
-    kernel[(programs,)](
+    arguments = (
         *tensors, table, todo.layout, todo.offsets, lse if seed is None else seed, lse if positions is None else positions,
         table.shape[0], *strides, *sizes,
         problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        problem.keys - problem.queries, scale * LOG2_E, scale, *_keep(dropout_p), ORDERED=positions is not None, **mode,
-        **_constants(problem, query, config, dropout_p, strides),
+        problem.keys - problem.queries, scale * LOG2_E, scale, *_keep(dropout_p),
     )  # fmt: skip
+    constants = {"ORDERED": positions is not None, **mode, **_constants(problem, query, config, dropout_p, strides)}
+    launch(kernel, programs, arguments, constants)
 
 
 def launch_dq(problem: Problem, todo: Work, tensors: tuple[Tensor, ...], *which: Any, **options: Any) -> None:
@@ -185,13 +188,13 @@ def portable_gradients(
     def by_query() -> Tensor:
         todo = work(problem, block=chosen.dq.block_m, by_keys=False, device=query.device)
         tensors = (*inputs, *dq_buffers(query, todo))
-        launch(todo, chosen.dq, lambda *which, **mode: launch_dq(problem, todo, tensors, *which, **options, **mode))
+        each_launch(todo, chosen.dq, lambda *which, **mode: launch_dq(problem, todo, tensors, *which, **options, **mode))
         return tensors[-1]
 
     def by_key() -> tuple[Tensor, ...]:
         todo = work(problem, block=chosen.dkv.block_n, by_keys=True, device=query.device)
         tensors = (*inputs, *dkv_buffers(key, value, todo))
-        launch(todo, chosen.dkv, lambda *which, **mode: launch_dkv(problem, todo, tensors, *which, **options, **mode))
+        each_launch(todo, chosen.dkv, lambda *which, **mode: launch_dkv(problem, todo, tensors, *which, **options, **mode))
         return tensors[-2:]
 
     # One after the other, so that the parts of dq are gone before those of dk and dv exist.
@@ -234,8 +237,8 @@ def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     delta = torch.empty((batch, heads, n), dtype=torch.float32, device=out.device)
     if out.numel():
         block = 64
-        delta_kernel[(triton.cdiv(batch * n * heads, block),)](
-            dout, out, delta if dlse is None else dlse.contiguous(), delta, *dout.stride()[:3], batch * n * heads, n, heads,
-            D=d, BLOCK_D=padded(d), BLOCK=block, HAS_DLSE=dlse is not None,
-        )  # fmt: skip
+        lse_gradient = delta if dlse is None else dlse.contiguous()
+        arguments = (dout, out, lse_gradient, delta, *dout.stride()[:3], batch * n * heads, n, heads)
+        constants = {"D": d, "BLOCK_D": padded(d), "BLOCK": block, "HAS_DLSE": dlse is not None}
+        launch(delta_kernel, triton.cdiv(batch * n * heads, block), arguments, constants)
     return delta
