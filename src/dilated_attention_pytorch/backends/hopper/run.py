@@ -82,12 +82,13 @@ def forward(
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
 
     def attend(items: int, table: Tensor, final: bool) -> None:
-        arguments = (
-            *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.heads,
-            problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E,
+        numbers = (
+            table.shape[0], items, *strides, problem.queries, problem.heads, problem.key_heads,
+            problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E,
         )  # fmt: skip
         constants = {"BLOCK_N": chosen.block, **_constants(chosen, query, final)}
-        launch(forward_kernel, min(items, _multiprocessors(query.device)), arguments, constants)
+        programs = min(items, _multiprocessors(query.device))
+        launch(forward_kernel, programs, (*tensors, table, todo.layout, todo.offsets), numbers, constants)
 
     def add_parts(programs: int, table: Tensor) -> None:
         run.launch_forward(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
@@ -115,12 +116,13 @@ def dq(
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
 
     def attend(items: int, table: Tensor, final: bool) -> None:
-        arguments = (
-            *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.heads,
-            problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
+        numbers = (
+            table.shape[0], items, *strides, problem.queries, problem.heads, problem.key_heads,
+            problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
         )  # fmt: skip
         constants = {"BLOCK_N": chosen.block, **_constants(chosen, query, final)}
-        launch(dq_kernel, min(items, _multiprocessors(query.device)), arguments, constants)
+        programs = min(items, _multiprocessors(query.device))
+        launch(dq_kernel, programs, (*tensors, table, todo.layout, todo.offsets), numbers, constants)
 
     def add_parts(programs: int, table: Tensor) -> None:
         run.launch_dq(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
@@ -148,12 +150,13 @@ def dkv(
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
 
     def attend(items: int, table: Tensor, final: bool) -> None:
-        arguments = (
-            *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.keys,
-            problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
+        numbers = (
+            table.shape[0], items, *strides, problem.queries, problem.keys, problem.heads, problem.key_heads,
+            problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
         )  # fmt: skip
         constants = {"BLOCK_M": chosen.block, "OVERLAP": chosen.overlap, **_constants(chosen, query, final)}
-        launch(dkv_kernel, min(items, _multiprocessors(query.device)), arguments, constants)
+        programs = min(items, _multiprocessors(query.device))
+        launch(dkv_kernel, programs, (*tensors, table, todo.layout, todo.offsets), numbers, constants)
 
     def add_parts(programs: int, table: Tensor) -> None:
         run.launch_dkv(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)

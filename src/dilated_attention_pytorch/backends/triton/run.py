@@ -88,15 +88,15 @@ def launch_forward(
     """One launch over ``tensors``: query, key, value, parts, parts_lse2, out, lse."""
     query, key, value, *_, lse = tensors
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
-    arguments = (
-        *tensors, table, todo.layout, todo.offsets, lse if seed is None else seed, lse if positions is None else positions,
+    optional = lse if seed is None else seed, lse if positions is None else positions
+    numbers = (
         table.shape[0], *strides,
         problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
         problem.keys - problem.queries, abs(scale) * LOG2_E, *_keep(dropout_p),
     )  # fmt: skip
     constants = {"NEGATIVE": scale < 0, "ORDERED": positions is not None, **mode}
     constants |= _constants(problem, query, config, dropout_p, strides)
-    launch(forward_kernel, programs, arguments, constants)
+    launch(forward_kernel, programs, (*tensors, table, todo.layout, todo.offsets, *optional), numbers, constants)
 
 
 def forward_buffers(problem: Problem, query: Tensor, todo: Work) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -140,14 +140,14 @@ def _launch_backward(
 ) -> None:
     query, key, value, dout, lse, *_ = tensors
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
-    arguments = (
-        *tensors, table, todo.layout, todo.offsets, lse if seed is None else seed, lse if positions is None else positions,
+    optional = lse if seed is None else seed, lse if positions is None else positions
+    numbers = (
         table.shape[0], *strides, *sizes,
         problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
         problem.keys - problem.queries, scale * LOG2_E, scale, *_keep(dropout_p),
     )  # fmt: skip
     constants = {"ORDERED": positions is not None, **mode, **_constants(problem, query, config, dropout_p, strides)}
-    launch(kernel, programs, arguments, constants)
+    launch(kernel, programs, (*tensors, table, todo.layout, todo.offsets, *optional), numbers, constants)
 
 
 def launch_dq(problem: Problem, todo: Work, tensors: tuple[Tensor, ...], *which: Any, **options: Any) -> None:
@@ -238,7 +238,8 @@ def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     if out.numel():
         block = 64
         lse_gradient = delta if dlse is None else dlse.contiguous()
-        arguments = (dout, out, lse_gradient, delta, *dout.stride()[:3], batch * n * heads, n, heads)
+        numbers = (*dout.stride()[:3], batch * n * heads, n, heads)
         constants = {"D": d, "BLOCK_D": padded(d), "BLOCK": block, "HAS_DLSE": dlse is not None}
-        launch(delta_kernel, triton.cdiv(batch * n * heads, block), arguments, constants)
+        programs = triton.cdiv(batch * n * heads, block)
+        launch(delta_kernel, programs, (dout, out, lse_gradient, delta), numbers, constants)
     return delta
