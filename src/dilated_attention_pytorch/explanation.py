@@ -137,10 +137,11 @@ def _sharding(query: Tensor, problem: Problem, world_size: int, layout: str, dro
             f"a shard has as many queries as keys, got {problem.queries} and {problem.keys}; leave out world_size"
         )
     shards = Shards.even(problem.keys, world_size, layout)
+    bucket_size = default_bucket_size(shards, query.device.type)
     reasons = heads.why_not(problem.pattern, problem.keys, problem.key_heads, world_size, dropout_p, None, None)
     costs = ring.traffic(
         problem.pattern, shards, problem.batch, problem.heads, query.shape[-1], query.element_size(), problem.lengths,
-        problem.cu_seqlens, problem.is_causal, problem.key_heads, default_bucket_size(shards), not reasons,
+        problem.cu_seqlens, problem.is_causal, problem.key_heads, bucket_size, not reasons,
     )  # fmt: skip
     transport = choose_transport(costs)
     received = costs.bytes if transport != "ulysses" else costs.ulysses_bytes or 0

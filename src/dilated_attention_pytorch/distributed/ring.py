@@ -202,7 +202,7 @@ def ring_attention(
         "cu_seqlens": host_cu_seqlens(cu_seqlens, shards.length),
     }
     reasons = ulysses.why_not(pattern, shards.length, key_heads, world, dropout_p, bucket_size, comm_dtype)
-    rows_per_message = default_bucket_size(shards) if bucket_size is None else bucket_size
+    rows_per_message = default_bucket_size(shards, query.device.type) if bucket_size is None else bucket_size
     if transport == "auto" and world > 1:
         costs = traffic(
             pattern, shards, batch, heads, head_dim, query.element_size(),
