@@ -34,14 +34,16 @@ def _check_served(dropout_p: float, seed: Any, mixing_gradient: str, group: Any)
 
 
 def _choose(backend: str, request: Request) -> str:
-    if backend in ("hopper", "triton"):
+    if backend == "hopper":
         raise ValueError(
             f"no backend can serve this call:\n  {backend}: its kernels read tile families, not block lists; use "
-            "backend='auto', 'sdpa', 'eager' or 'reference'"
+            "backend='auto', 'triton', 'sdpa', 'eager' or 'reference'"
         )
     if backend != "auto":
         return backends.choose(backend, request)
-    return "eager" if backends.why_not("sdpa", request) else "sdpa"
+    # Short of the kernels for tile families, in the order of all calls.
+    served = (name for name in backends.candidates(backend, request) if name != "hopper")
+    return next(name for name in served if not backends.why_not(name, request))
 
 
 def _arguments(

@@ -23,14 +23,23 @@ LOG2_E = math.log2(math.e)
 SUM = Config(block_m=SUM_ROWS, block_n=SUM_ROWS, warps=4, stages=1)
 
 
+def capability(x: Tensor) -> tuple[int, int]:
+    """Of the GPU that holds ``x``; the interpreter takes what is shipped for Hopper."""
+    return torch.cuda.get_device_capability(x.device) if x.device.type == "cuda" else (9, 0)
+
+
 def _configs(x: Tensor) -> Configs:
-    capability = torch.cuda.get_device_capability(x.device) if x.device.type == "cuda" else (9, 0)
-    return configs(capability, x.dtype, x.shape[-1])
+    return configs(capability(x), x.dtype, x.shape[-1])
 
 
 def _constants(problem: Problem, x: Tensor, config: Config, dropout_p: float, strides: tuple[int, ...]) -> dict[str, Any]:
     """What all kernels over tiles are specialised on."""
     step = max(problem.pattern.dilation_rates) * max(*strides, problem.heads * x.shape[-1])
+    return {"DROPOUT": dropout_p > 0.0, **tile_constants(x, config, step)}
+
+
+def tile_constants(x: Tensor, config: Config, step: int) -> dict[str, Any]:
+    """What kernels are specialised on for rows of ``x`` that are ``step`` elements apart."""
     # float32 products are exact to float32 unless the caller allowed less for all of PyTorch.
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     return {
@@ -38,7 +47,6 @@ def _constants(problem: Problem, x: Tensor, config: Config, dropout_p: float, st
         "BLOCK_D": padded(x.shape[-1]),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "DROPOUT": dropout_p > 0.0,
         "WIDE": step * max(config.block_m, config.block_n) >= 2**31,
         "PRECISION": "ieee" if exact else "tf32",
         "num_warps": config.warps,
