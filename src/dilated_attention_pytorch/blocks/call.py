@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import backends
-from dilated_attention_pytorch.backends import reference
+from dilated_attention_pytorch.backends import hopper, reference
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.blocks import ops as block_ops
 from dilated_attention_pytorch.blocks.lists import BlockLists
@@ -33,15 +33,13 @@ def _check_served(dropout_p: float, seed: Any, mixing_gradient: str, group: Any)
         raise ValueError("block-sparse attention runs on one device so far: leave out group, or use a Dilated pattern")
 
 
-def _choose(backend: str, request: Request) -> str:
-    if backend == "hopper":
-        raise ValueError(
-            f"no backend can serve this call:\n  {backend}: its kernels read tile families, not block lists; use "
-            "backend='auto', 'triton', 'sdpa', 'eager' or 'reference'"
-        )
-    if backend != "auto":
+def _choose(backend: str, request: Request, block_size: int, n: int, m: int) -> str:
+    more = hopper.why_not_blocks(block_size, n, m)
+    if backend == "hopper" and more:
+        raise ValueError("no backend can serve this call:\n" + "\n".join(f"  hopper: {reason}" for reason in more))
+    if backend != "auto" or not more:
         return backends.choose(backend, request)
-    # Short of the kernels for tile families, in the order of all calls.
+    # Without the first, in the order of all calls.
     served = (name for name in backends.candidates(backend, request) if name != "hopper")
     return next(name for name in served if not backends.why_not(name, request))
 
@@ -91,7 +89,7 @@ def block_attention(
     (batch, n, heads, head_dim), m = query.shape, key.shape[1]
     pattern.check_call(batch, n, m, heads, is_causal=is_causal, packed=cu_seqlens is not None)
     used_scale = head_dim**-0.5 if scale is None else float(scale)
-    chosen = _choose(backend, Request.of(query, 0.0))
+    chosen = _choose(backend, Request.of(query, 0.0), pattern.block_size, n, m)
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)
     arguments = _arguments(query, key, pattern, lengths, cu_seqlens, is_causal, used_scale)

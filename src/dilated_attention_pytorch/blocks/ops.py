@@ -5,6 +5,7 @@ The pattern travels as a string, from which lists are made when the operator run
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -163,6 +164,11 @@ def block_tables(
     return replace(by_query, indices=chosen), transposed
 
 
+def _kernels(backend: str) -> Any:
+    """The module that launches the kernels of a backend; importing it imports triton."""
+    return importlib.import_module(f"dilated_attention_pytorch.backends.{backend}.block_run")
+
+
 def _choose_blocks(
     query: Tensor,
     key: Tensor,
@@ -228,13 +234,14 @@ def _attend_blocks(
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))`` of a block-sparse pattern."""
     arguments = (lengths, cu_seqlens, indices, starts, counts, spec, block_size, is_causal)
-    if backend == "triton":
-        from dilated_attention_pytorch.backends.triton import block_run  # imports triton
-
+    if backend in ("hopper", "triton"):
         query, key, value = map(ops.rows_contiguous, (query, key, value))
         by_query, _ = block_tables(query, key, *arguments)
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-            return block_run.forward(by_query, query, key, value, block_size=block_size, is_causal=is_causal, scale=scale)
+            result: tuple[Tensor, Tensor] = _kernels(backend).forward(
+                by_query, query, key, value, block_size=block_size, is_causal=is_causal, scale=scale
+            )
+        return result
     lists = block_lists(query, key, *arguments)
     kernel = ops.tile_kernel(backend, query)
     return block_tiles.forward(lists, query, key, value, is_causal=is_causal, scale=scale, kernel=kernel)
@@ -261,16 +268,15 @@ def _attend_blocks_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``."""
     arguments = (lengths, cu_seqlens, indices, starts, counts, spec, block_size, is_causal)
-    if backend == "triton":
-        from dilated_attention_pytorch.backends.triton import block_run  # imports triton
-
+    if backend in ("hopper", "triton"):
         query, key, value, dout = map(ops.rows_contiguous, (query, key, value, dout))
         by_query, by_key = block_tables(query, key, *arguments)
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-            return block_run.backward(
+            grads: tuple[Tensor, Tensor, Tensor] = _kernels(backend).backward(
                 by_query, by_key, dout, dlse, query, key, value, out, lse,
                 block_size=block_size, is_causal=is_causal, scale=scale,
             )  # fmt: skip
+        return grads
     lists = block_lists(query, key, *arguments)
     kernel, tensors = ops.tile_kernel(backend, query), (dout, dlse, query, key, value, out, lse)
     return block_tiles.backward(lists, *tensors, is_causal=is_causal, scale=scale, kernel=kernel)

@@ -12,6 +12,7 @@ from dilated_attention_pytorch.backends.triton.block_backward import block_dkv_k
 from dilated_attention_pytorch.backends.triton.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.triton.block_tables import BlockTable
 from dilated_attention_pytorch.backends.triton.configs import Config, Configs, block_configs
+from dilated_attention_pytorch.backends.triton.launch import launch
 from dilated_attention_pytorch.backends.triton.run import LOG2_E, capability, row_delta, tile_constants
 
 
@@ -19,10 +20,17 @@ def _configs(x: Tensor, block_size: int) -> Configs:
     return block_configs(capability(x), x.dtype, x.shape[-1], block_size)
 
 
-def _result(like: Tensor, table: BlockTable) -> Tensor:
+def result_buffer(like: Tensor, table: BlockTable) -> Tensor:
     """A result: 0 only where no block writes it."""
     make = torch.empty if table.covered else torch.zeros
     return make(like.shape, dtype=like.dtype, device=like.device)
+
+
+def forward_buffers(table: BlockTable, query: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse: -inf only where no block writes it."""
+    batch, n, heads, _ = query.shape
+    lse = torch.empty((batch, heads, n), dtype=torch.float32, device=query.device)
+    return result_buffer(query, table), lse if table.covered else lse.fill_(-torch.inf)
 
 
 def _launch(
@@ -43,21 +51,16 @@ def _launch(
         return
     strides = tuple(stride for x in read for stride in x.stride()[:3])
     step = max(*strides, *(x.shape[2] * x.shape[3] for x in read))
-    kernel[(programs,)](
-        *tensors, *table.tensors, table.rows.shape[0], *strides, *numbers,
-        BLOCK_SIZE=block_size, **mode, **tile_constants(read[0], config, step),
-    )  # fmt: skip
+    constants = {"BLOCK_SIZE": block_size, **mode, **tile_constants(read[0], config, step)}
+    launch(kernel, programs, (*tensors, *table.tensors), (table.rows.shape[0], *strides, *numbers), constants)
 
 
 def forward(
     table: BlockTable, query: Tensor, key: Tensor, value: Tensor, *, block_size: int, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``; the table is by query block."""
-    config, (batch, n, heads, _) = _configs(query, block_size).forward, query.shape
-    out = _result(query, table)
-    lse = torch.empty((batch, heads, n), dtype=torch.float32, device=query.device)
-    if not table.covered:
-        lse.fill_(-torch.inf)
+    config, (n, heads) = _configs(query, block_size).forward, query.shape[1:3]
+    out, lse = forward_buffers(table, query)
     read = query, key, value
     numbers = n, heads, heads // key.shape[2], abs(scale) * LOG2_E
     _launch(
@@ -86,13 +89,13 @@ def backward(
     configs, (n, heads), (m, key_heads) = _configs(query, block_size), query.shape[1:3], key.shape[1:3]
     read, statistics = (query, key, value, dout), (lse, row_delta(dout, out, dlse))
     factors = heads // key_heads, scale * LOG2_E, scale
-    dq = _result(query, by_query)
+    dq = result_buffer(query, by_query)
     _launch(
         block_dq_kernel, by_query, heads, configs.dq.block_m, (*read, *statistics, dq), read, (n, heads, *factors),
         configs.dq, block_size, CAUSAL=is_causal,
     )  # fmt: skip
     table = by_key()
-    dk, dv = _result(key, table), _result(value, table)
+    dk, dv = result_buffer(key, table), result_buffer(value, table)
     _launch(
         block_dkv_kernel, table, key_heads, configs.dkv.block_n, (*read, *statistics, dk, dv), read,
         (n, m, heads, key_heads, *factors), configs.dkv, block_size, CAUSAL=is_causal,
