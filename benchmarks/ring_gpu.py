@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import tempfile
 import time
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     table = []
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo,lo,lo,lo")  # a thread for each
     if options.mps:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +166,12 @@ def main() -> None:
             assert max(row["differences"]) < 2e-2, row
         print(shown)
     if options.out is not None:
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "mps": options.mps}
+        machine = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "mps": options.mps,
+            "gloo": os.environ["GLOO_SOCKET_IFNAME"],
+        }
         results = {"machine": machine, "version": dilated_attention_pytorch.__version__, "rows": table}
         options.out.write_text(json.dumps(results, indent=1) + "\n")
 
