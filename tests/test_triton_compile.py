@@ -65,10 +65,9 @@ def test_kernels_over_block_lists(kernel):
     *halves, small, single = compiled_together([[f"block {kernel}", *case] for case in cases])
     for used in (*halves, small, single):
         assert used["shared_bytes"] <= SHARED_LIMIT
-    for used in halves:
-        assert used["tensor_cores"]
+    assert all(used["tensor_cores"] for used in halves)
+    for used in halves[:2]:  # head sizes of 256 have no memory left for copies ahead
         assert used["wide_copies"]
-    for used in halves[:2]:
         # Two loops, and the one without masks, the shorter, touches no memory for spilled registers.
         masked, whole_blocks = sorted(used["loops"], key=lambda loop: -loop["instructions"])
         assert whole_blocks["local_memory"] == 0
