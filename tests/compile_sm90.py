@@ -158,6 +158,7 @@ def compiled_usage(source, function, constants, size, options):
         "shared_bytes": compiled.metadata.shared,
         "scratch_bytes": getattr(compiled.metadata, "global_scratch_size", 0),
         "tensor_cores": "wgmma" in compiled.asm["ptx"],
+        "warp_products": "mma.sync" in compiled.asm["ptx"],  # of tiles too small for the above
         "wide_copies": "cp.async.cg.shared.global" in compiled.asm["ptx"],
         "tensor_copies": "cp.async.bulk.tensor" in compiled.asm["ptx"],
         "loops": [
