@@ -25,6 +25,7 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from oracle import assert_same, with_grads
+from test_ring import Received
 
 WIDE = Dilated([8, 20, 100], [1, 3, 4])
 NARROW = Dilated([6], [2])
@@ -119,6 +120,18 @@ def check_options(group, rank: int) -> None:
             local = [place(x.detach()).requires_grad_() for x in inputs]
             many = with_grads(call, local, place(dout), place(dlse, 2))
             assert_same(many, [place(x, 2) if name == 1 else place(x) for name, x in enumerate(one)])
+
+
+def check_traffic(group) -> None:
+    """A causal call under an order receives what the call that is not causal does: no positions, and no row less."""
+    x, order = torch.randn(1, 8, 2, 4), Hilbert.line(8 * dist.get_world_size())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        received = Received(monkeypatch)
+        counts = []
+        for options in ({}, {"order": order}, {"order": order, "is_causal": True}):
+            attention(x, x, x, WIDE, group=group, transport="ring", **options)
+            counts.append(received.take())
+    assert counts[0] == counts[1] == counts[2] > 0
 
 
 def check_shards(group, rank: int, world: int) -> None:
@@ -237,6 +250,7 @@ def work(rank: int, store: str) -> None:
     if rank < 3:
         check_options(groups[3], rank)
     check_mistakes(rank, world)
+    check_traffic(dist.group.WORLD)
     check_shards(dist.group.WORLD, rank, world)
     check_modules(dist.group.WORLD)
     dist.destroy_process_group()
