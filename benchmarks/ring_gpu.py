@@ -69,7 +69,7 @@ def copies(pattern: Dilated, shards: Shards, rank: int, key: torch.Tensor, value
         pattern, shards, rank, 1, HEADS, is_causal=False, bucket_size=default_bucket_size(shards, "cuda")
     )  # as attention makes it
     wire = Wire(dist.group.WORLD, GPU)
-    job = Job(route, (), wire, 1, 1.0, sdpa.kernel(Request.of(key, 0.0)), torch.float32, None)
+    job = Job(route, (), wire, 1, 1.0, sdpa.kernel(Request.of(key, 0.0)), torch.float32, None, None)
     for _ in Exchange(job, route, key, value, gradients=False).received():
         pass
     dk, dv = (torch.zeros(x.shape, device=GPU) for x in (key, value))

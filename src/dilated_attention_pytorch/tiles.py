@@ -9,7 +9,7 @@ Shape letters: B batch, N query rows, M key rows, H query heads, G key heads, D 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from dilated_attention_pytorch.spans import Span
 _SMALL_PART = 2**20
 # Of the query rows and key rows in two slices: what dropout multiplies their weights by, (U, heads, rows, keys).
 Factors = Callable[[slice, slice], Tensor]
+# Of the query rows (B, N) and of the key rows (B, M) of a plan, packed or not: each sees those that are not larger.
+Positions = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +88,12 @@ class _Piece:
         view = self.keys(x_bmg)
         return view.expand(-1, len(self.members), *view.shape[2:]) if len(self.heads) == 1 else view
 
-    def positions(self, positions_bn: Tensor | None) -> dict[str, Any]:
+    def positions(self, positions: Positions | None) -> dict[str, Any]:
         """The further argument of a kernel, if rows are masked by position: the positions of its rows."""
-        if positions_bn is None:
+        if positions is None:
             return {}
-        any_head = positions_bn.unsqueeze(-1).expand(-1, -1, 2)  # two, so that the stride is 0
-        return {"positions": (self.queries(any_head), self.repeated_keys(any_head))}
+        q, k = (x.unsqueeze(-1).expand(-1, -1, 2) for x in positions)  # any head; two, so that the stride is 0
+        return {"positions": (self.queries(q), replace(self, packed=False).repeated_keys(k))}
 
     def sum_members(self, dkv: Tensor) -> Tensor:
         """Undo the repetition of ``repeated_keys`` for a gradient."""
@@ -204,7 +206,7 @@ def _accumulate(
         rows, columns = (span.samples, span.queries), (span.samples, span.keys)
         part = (query[rows], key[columns], value[columns], out[rows], lse_bnh[rows])
         placed = dropout and dropout.at(span.samples.start, span.keys.start)
-        some = None if positions is None else positions[columns]
+        some = None if positions is None else (positions[rows], positions[columns])
         limit = part_limit(query)
         attend_(plan, *part, scale=scale, kernel=kernel, dropout=placed, limit=limit, positions=some)
     return out, lse_bnh
@@ -223,16 +225,12 @@ def attend_(
     dropout: Dropout | None,
     limit: int,
     packed: bool = False,
-    positions: Tensor | None = None,
+    positions: Positions | None = None,
 ) -> None:
-    """Merge the tiles of a plan into ``out`` and ``lse``; tensors hold the plan's query and key rows (or packed keys).
-
-    With ``positions`` (B, N), queries and keys are the same rows, and each sees those whose position is not larger.
-    """
+    """Merge the tiles of a plan into ``out`` and ``lse``; tensors hold the plan's query and key rows (or packed keys)."""
     tensors = (query, key, value, out, lse_bnh)
     group = query.shape[2] // key.shape[2]
-    views = tensors if positions is None else (*tensors, positions)
-    for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, views, packed):
+    for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, (*tensors, *(positions or ())), packed):
         # A function of its own, so that no partial result outlives its merge.
         _forward_piece_(piece, *tensors, scale, kernel, dropout, positions)
 
@@ -264,7 +262,7 @@ def _forward_piece_(
     scale: float,
     kernel: TileKernel,
     dropout: Dropout | None,
-    positions: Tensor | None,
+    positions: Positions | None,
 ) -> None:
     q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
     more = piece.dropout(dropout, q.device) | piece.positions(positions)
@@ -315,7 +313,7 @@ def backward(
                 "kernel": kernel,
                 "dropout": dropout and dropout.at(span.samples.start, span.keys.start),
                 "limit": part_limit(query),
-                "positions": None if positions is None else positions[columns],
+                "positions": None if positions is None else (positions[rows], positions[columns]),
             }
             add_gradients_(plan, by_row, some_dlse, qkv, grads, **options)
     if sign != 1.0:
@@ -335,10 +333,10 @@ def add_gradients_(
     dropout: Dropout | None,
     limit: int,
     packed: bool = False,
-    positions: Tensor | None = None,
+    positions: Positions | None = None,
 ) -> None:
     """Add the gradients of the tiles of a plan to ``grads`` (dq, dk, dv); ``by_row`` is dout, out and lse (B, N, H)."""
-    tensors = (*by_row, *qkv, *grads, *(x for x in (dlse_bnh, positions) if x is not None))
+    tensors = (*by_row, *qkv, *grads, *(() if dlse_bnh is None else (dlse_bnh,)), *(positions or ()))
     query, key, _ = qkv
     group = query.shape[2] // key.shape[2]
     for piece in _pieces(plan, query.shape[0], group, query.shape[3], limit, tensors, packed):
@@ -370,7 +368,7 @@ def _backward_piece_(
     scale: float,
     kernel: TileKernel,
     dropout: Dropout | None,
-    positions: Tensor | None,
+    positions: Positions | None,
 ) -> None:
     q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
     lse, causal, mask = piece.queries(lse_bnh).contiguous(), piece.family.causal, piece.positions(positions)

@@ -13,8 +13,17 @@ from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.blocks import ops as block_ops
 from dilated_attention_pytorch.blocks.lists import BlockLists
 from dilated_attention_pytorch.blocks.pattern import BlockSparse
-from dilated_attention_pytorch.checks import autocast, check_call, check_no_forward_derivative, check_options, check_qkv
+from dilated_attention_pytorch.checks import (
+    autocast,
+    check_call,
+    check_no_forward_derivative,
+    check_options,
+    check_order,
+    check_qkv,
+    rows_in_order,
+)
 from dilated_attention_pytorch.merge import accumulate_dtype
+from dilated_attention_pytorch.orders import Identity, Order
 from dilated_attention_pytorch.spans import Span
 
 
@@ -79,6 +88,8 @@ def block_attention(
     mixing_gradient: str,
     backend: str,
     group: Any,
+    order: Order | None,
+    ordered: bool | None,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``; see ``attention``."""
     query, key, value = autocast(query, key, value)
@@ -88,15 +99,26 @@ def block_attention(
     _check_served(dropout_p, seed, mixing_gradient, group)
     (batch, n, heads, head_dim), m = query.shape, key.shape[1]
     pattern.check_call(batch, n, m, heads, is_causal=is_causal, packed=cu_seqlens is not None)
+    in_order = rows_in_order(order, ordered, sharded=False)
+    if order is not None:
+        check_order(order, query, key, lengths, cu_seqlens)
+        if is_causal and not isinstance(order, Identity):
+            raise ValueError(
+                "is_causal under an order masks pairs by their original positions, which block-sparse attention cannot; "
+                "leave out is_causal or the order, or use a Dilated pattern"
+            )
+        if not in_order:
+            query, key, value = order.permute(query), order.permute(key), order.permute(value)
     used_scale = head_dim**-0.5 if scale is None else float(scale)
     chosen = _choose(backend, Request.of(query, 0.0), pattern.block_size, n, m)
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)
     arguments = _arguments(query, key, pattern, lengths, cu_seqlens, is_causal, used_scale)
     if chosen == "reference":
-        return _reference(query, key, value, block_ops.block_lists(query, key, *arguments), is_causal, used_scale)
-    out, lse = block_ops.attend_blocks(query, key, value, *arguments, used_scale, chosen)
-    return out, lse
+        out, lse = _reference(query, key, value, block_ops.block_lists(query, key, *arguments), is_causal, used_scale)
+    else:
+        out, lse = block_ops.attend_blocks(query, key, value, *arguments, used_scale, chosen)
+    return (out, lse) if order is None or in_order else (order.unpermute(out), order.unpermute(lse, dim=2))
 
 
 def _met(lists: BlockLists, i: Tensor, length: int, is_causal: bool) -> Tensor:

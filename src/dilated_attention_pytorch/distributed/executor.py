@@ -23,6 +23,7 @@ from dilated_attention_pytorch.distributed.schedule import Transfer
 from dilated_attention_pytorch.distributed.transport import Parcel, Transport
 from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.merge import accumulate_dtype
+from dilated_attention_pytorch.plan import Plan
 from dilated_attention_pytorch.tiles import TileKernel
 
 
@@ -43,11 +44,20 @@ class Job:
     kernel: TileKernel
     comm_dtype: torch.dtype
     dropout: Dropout | None
+    positions: Tensor | None  # (B, N), of the whole sequence: what causality goes by under an order
 
-    def options(self, place: Place, query: Tensor) -> dict[str, Any]:
-        """How the tiles of a sequence are computed."""
-        dropout = self.dropout and self.dropout.at(place.samples.start, place.first_row)
-        return {"scale": self.scale, "kernel": self.kernel, "dropout": dropout, "limit": _part_limit(query)}
+    def options(self, place: Place, plan: Plan, query: Tensor) -> dict[str, Any]:
+        """How the tiles of a plan of a sequence are computed."""
+        positions = None
+        if self.positions is not None:  # every rank knows the order: no position travels
+            positions = tuple(self.positions[place.samples, x.start : x.stop] for x in (plan.queries, plan.keys))
+        return {
+            "scale": self.scale,
+            "kernel": self.kernel,
+            "dropout": self.dropout and self.dropout.at(place.samples.start, place.first_row),
+            "limit": _part_limit(query),
+            "positions": positions,
+        }
 
 
 def _shapes(route: Route, message: Message, row_shape: torch.Size) -> Iterator[tuple[int, ...]]:
@@ -189,7 +199,7 @@ def forward(job: Job, route: Route, query: Tensor, key: Tensor, value: Tensor) -
         for a, b, plan in place.schedule.local(route.rank):
             rows, columns = place.chunk(route.rank, a), place.chunk(route.rank, b)
             tiles.attend_(
-                plan, query[rows], key[columns], value[columns], out[rows], lse_bnh[rows], **job.options(place, query)
+                plan, query[rows], key[columns], value[columns], out[rows], lse_bnh[rows], **job.options(place, plan, query)
             )
     for _, message in exchange.received():
         if message is None:
@@ -197,7 +207,9 @@ def forward(job: Job, route: Route, query: Tensor, key: Tensor, value: Tensor) -
         for place, transfer, (k, v) in parts(route, message, exchange.incoming.flat(message), key.shape[2:]):
             for a, plan in place.schedule.remote(transfer):
                 rows = place.chunk(route.rank, a)
-                tiles.attend_(plan, query[rows], k, v, out[rows], lse_bnh[rows], **job.options(place, query), packed=True)
+                tiles.attend_(
+                    plan, query[rows], k, v, out[rows], lse_bnh[rows], **job.options(place, plan, query), packed=True
+                )
     return out, lse_bnh, exchange
 
 
@@ -221,7 +233,9 @@ def add_gradients_(
         for a, b, plan in place.schedule.local(route.rank):
             rows, columns = place.chunk(route.rank, a), place.chunk(route.rank, b)
             some = query[rows], key[columns], value[columns]
-            tiles.add_gradients_(plan, *at(rows), some, (dq[rows], dk[columns], dv[columns]), **job.options(place, query))
+            tiles.add_gradients_(
+                plan, *at(rows), some, (dq[rows], dk[columns], dv[columns]), **job.options(place, plan, query)
+            )
     for tick, message in exchange.received():
         if message is not None:
             both = [
@@ -233,7 +247,7 @@ def add_gradients_(
                 for a, plan in place.schedule.remote(transfer):
                     rows = place.chunk(route.rank, a)
                     some, some_grads = (query[rows], k, v), (dq[rows], *gradients)
-                    tiles.add_gradients_(plan, *at(rows), some, some_grads, **job.options(place, query), packed=True)
+                    tiles.add_gradients_(plan, *at(rows), some, some_grads, **job.options(place, plan, query), packed=True)
         exchange.send_home(tick, dk, dv)
     exchange.finish(dk, dv)
 

@@ -111,7 +111,7 @@ def simulate_ring(
         )  # fmt: skip
         shelf = Shelf(route, keys, values)
         own, positive, _ = positive_scale(query.index_select(1, rows), scale)
-        job = Job(route, (), shelf, 1, positive, kernel, accumulate_dtype(query.dtype), None)
+        job = Job(route, (), shelf, 1, positive, kernel, accumulate_dtype(query.dtype), None, None)
         results: list[Any] = []
 
         def run(job: Job = job, own: Tensor = own, rank: int = rank, results: list[Any] = results) -> None:

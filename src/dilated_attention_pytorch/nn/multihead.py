@@ -12,6 +12,7 @@ from dilated_attention_pytorch.api import attention_weights
 from dilated_attention_pytorch.checks import check_no_sharding
 from dilated_attention_pytorch.nn.dilated import DilatedAttention
 from dilated_attention_pytorch.nn.ring import RingDilatedAttention
+from dilated_attention_pytorch.orders import Order
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,6 +50,8 @@ class MultiheadDilatedAttention(nn.Module):
         group: ranks over which the sequence is sharded, see ``attention``: query, key and value are then this rank's rows,
             ``lengths`` counts positions of the whole sequence, and the weights cannot be asked for.
         layout, bucket_size, transport, comm_dtype: with ``group``, how rows travel, see ``attention``.
+        order, ordered: an order of the positions, and whether the rows of query, key and value already lie in it (with
+            ``group`` always), see ``attention``. The weights cannot be asked for then.
 
     >>> module = MultiheadDilatedAttention(512, 8, segment_lengths=[256, 512], dilation_rates=[1, 2])
     >>> x = torch.randn(1, 1000, 512)
@@ -83,6 +86,8 @@ class MultiheadDilatedAttention(nn.Module):
         bucket_size: int | None = None,
         transport: str = "auto",
         comm_dtype: torch.dtype | None = None,
+        order: Order | None = None,
+        ordered: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -117,6 +122,8 @@ class MultiheadDilatedAttention(nn.Module):
                 backend,
                 torchscale_padding=torchscale_padding,
                 mixing_gradient=mixing_gradient,
+                order=order,
+                ordered=ordered,
             )
         else:
             if torchscale_padding:
@@ -130,6 +137,8 @@ class MultiheadDilatedAttention(nn.Module):
                 softmax_scale=softmax_scale,
                 mixing_gradient=mixing_gradient,
                 backend=backend,
+                order=order,
+                ordered=ordered,
                 **sharding,
             )
         self.attention.pattern.check_key_heads(num_kv_heads)
@@ -219,7 +228,7 @@ class MultiheadDilatedAttention(nn.Module):
         k = self._heads(key, self.k_proj, self.num_kv_heads)
         v = self._heads(value, self.v_proj, self.num_kv_heads)
         if need_weights:
-            self._check_one_device("need_weights=True")
+            self._check_weights("need_weights=True")
         if key_padding_mask is not None:
             self._check_one_device("key_padding_mask")
             if lengths is not None:
@@ -263,7 +272,7 @@ class MultiheadDilatedAttention(nn.Module):
         >>> module.attention_map(x, x, query_rows=[0, -1]).shape
         torch.Size([1, 4, 2, 1000])
         """
-        self._check_one_device("attention_map")
+        self._check_weights("attention_map")
         self._check_embeddings(query, key, None)
         unbatched = query.dim() == 2
         if unbatched:
@@ -281,6 +290,14 @@ class MultiheadDilatedAttention(nn.Module):
                 "attention_weights on gathered tensors (distributed.gather_sequence) for weights"
             )
             raise ValueError(message)  # noqa: TRY004
+
+    def _check_weights(self, what: str) -> None:
+        self._check_one_device(what)
+        if self.attention.order is not None:
+            raise ValueError(
+                f"{what} is not available with an order; attention_weights of tensors that order.permute has put in order "
+                "gives the weights by place, if not causal"
+            )
 
     def _weights(
         self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool, lengths: Tensor | None

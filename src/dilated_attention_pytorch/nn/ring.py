@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dilated_attention_pytorch.api import attention
 from dilated_attention_pytorch.backends import check_name
 from dilated_attention_pytorch.checks import check_options
+from dilated_attention_pytorch.nn.ordered import OrderedModule
+from dilated_attention_pytorch.orders import Order
 from dilated_attention_pytorch.patterns import Dilated
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.distributed.shards import Shards
 
 
-class RingDilatedAttention(nn.Module):
+class RingDilatedAttention(OrderedModule):
     """``attention`` over a sequence that is sharded over the ranks of a group: each rank passes and gets its own rows.
 
     Args:
@@ -30,6 +32,9 @@ class RingDilatedAttention(nn.Module):
         bucket_size, layout, transport, comm_dtype: how rows travel, see ``attention``.
         attention_dropout: ``dropout_p`` of ``attention``, in training only; the seed is drawn by the group's first rank.
         softmax_scale, mixing_gradient, backend: ``scale``, ``mixing_gradient`` and ``backend`` of ``attention``.
+        order: the order in which ``distributed.shard_sequence(..., order=order)`` sharded the whole sequence: tensors are
+            this rank's slice of the ordered sequence, and stay so. It moves with the module and is no part of its state.
+        ordered: None or True, as nothing else is possible.
     """
 
     def __init__(
@@ -47,10 +52,12 @@ class RingDilatedAttention(nn.Module):
         softmax_scale: float | None = None,
         mixing_gradient: str = "exact",
         backend: str = "auto",
+        order: Order | None = None,
+        ordered: bool | None = None,
     ) -> None:
         from dilated_attention_pytorch.distributed.ring import check_sharding  # imports torch.distributed
 
-        super().__init__()
+        super().__init__(order, ordered, sharded=True)
         check_name(backend)
         check_sharding(layout, bucket_size, transport, comm_dtype)
         self.pattern = Dilated(segment_lengths, dilation_rates, offsets)
@@ -89,6 +96,7 @@ class RingDilatedAttention(nn.Module):
             dropout_p=self.attention_dropout if self.training else 0.0, lengths=lengths, cu_seqlens=cu_seqlens,
             mixing_gradient=self.mixing_gradient, backend=self.backend, group=group, layout=self.layout,
             bucket_size=self.bucket_size, transport=self.transport, comm_dtype=self.comm_dtype,
+            order=self.order, ordered=self.ordered,
         )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingDilatedAttention:
@@ -105,4 +113,5 @@ class RingDilatedAttention(nn.Module):
             f"segment_lengths={self.pattern.segment_lengths}, dilation_rates={self.pattern.dilation_rates}, "
             f"offsets={self.pattern.offsets!r}, layout={self.layout!r}, "
             f"bucket_size={self.bucket_size}, transport={self.transport!r}, attention_dropout={self.attention_dropout}"
+            + self._order_repr()
         )
