@@ -2,6 +2,7 @@
 
     python tests/compile_sm90.py '[["forward", 2, 64, 64, 64, 4, 3]]'     kernel, element size, head size, config
     python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size
+    python tests/compile_sm90.py '[["one merge", 64]]'                    kernel, head size
 
 A process of its own, because the interpreter that the other tests use must be off when kernels are defined.
 """
@@ -27,7 +28,7 @@ from dilated_attention_pytorch.backends.hopper import dkv as hopper_dkv
 from dilated_attention_pytorch.backends.hopper import dq as hopper_dq
 from dilated_attention_pytorch.backends.hopper import forward as hopper_forward
 from dilated_attention_pytorch.backends.hopper import run as hopper_run
-from dilated_attention_pytorch.backends.triton import backward, forward
+from dilated_attention_pytorch.backends.triton import backward, forward, merge, parts
 from dilated_attention_pytorch.backends.triton.configs import padded
 
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkv": backward.dkv_kernel}
@@ -50,7 +51,7 @@ FLOAT = (
     "PART_DK",
     "PART_DV",
 )
-INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED")
+INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED", "ADDRESSES", "ENTRIES", "FIRST")
 
 
 def argument_type(name: str, element: str) -> str:
@@ -62,7 +63,7 @@ def argument_type(name: str, element: str) -> str:
         return "*i64"
     if name == "POSITIONS":
         return "*i32"
-    return "fp32" if name in ("scale_log2", "scale", "keep_scale") else "i32"
+    return "fp32" if name in ("scale_log2", "scale", "keep_scale", "factor") else "i32"
 
 
 def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False):
@@ -103,6 +104,12 @@ def hopper_usage(kernel, head_dim, final=True, group=1):
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options)
 
 
+def one_usage(kernel, head_dim):
+    function = {"merge": merge.merge_kernel, "sum": merge.sum_kernel}[kernel]
+    constants = {"D": head_dim, "ALIGNED": 8} | parts.block_sizes(head_dim)
+    return compiled_usage(ASTSource, function, constants, 2, {"num_warps": parts.WARPS})
+
+
 def compiled_usage(source, function, constants, size, options):
     names = function.arg_names
     signature, hints = {}, {}
@@ -129,6 +136,7 @@ def compiled_usage(source, function, constants, size, options):
         "scratch_bytes": getattr(compiled.metadata, "global_scratch_size", 0),
         "tensor_cores": "wgmma" in compiled.asm["ptx"],
         "wide_copies": "cp.async.cg.shared.global" in compiled.asm["ptx"],
+        "single_loads": len(re.findall(r"ld\.global\S*\.b16", compiled.asm["ptx"])),
         "tensor_copies": "cp.async.bulk.tensor" in compiled.asm["ptx"],
         "loops": [
             {
@@ -146,5 +154,6 @@ def compiled_usage(source, function, constants, size, options):
 if __name__ == "__main__":
     for arguments in json.loads(sys.argv[1]):
         name, *rest = arguments
-        used = hopper_usage(name.split()[1], *rest) if name.startswith("hopper") else usage(name, *rest)
+        kind, _, kernel = name.rpartition(" ")
+        used = {"hopper": hopper_usage, "one": one_usage, "": usage}[kind](kernel, *rest)
         print(json.dumps({"arguments": arguments} | used), flush=True)

@@ -50,9 +50,9 @@ def _cudnn_backward(
     if q.shape[2] == k.shape[2] == 1:
         return _flash_backward(dout, q, k, v, out, lse, causal, scale)
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    # PyTorch keeps compiled cuDNN graphs by the strides of q, k and v alone. So those of dout and out must follow from them:
-    # with others, a graph made for an earlier call is used, and the gradients are wrong without an error. They are those
-    # of q, always; where the three lie differently, all of them are copied.
+    # PyTorch keeps compiled cuDNN graphs by the strides of q, k and v alone. So those of dout and out must follow from
+    # them: with others, a graph made for an earlier call is used, and the gradients are wrong without an error. They are
+    # those of q, always; where the three lie differently, all of them are copied.
     if not dout.stride() == out.stride() == q.stride():
         dout, out, q = map(_as_forward_returns_it, (dout, out, q))
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(

@@ -155,19 +155,24 @@ def _tree(problem: Problem, groups: list[list[_Placed]], root: int, square: bool
 
 
 # What captured graphs read when they are replayed, as long as the process lives.
-_CAPTURED: list[Work] = []
+_CAPTURED: list[tuple[Tensor, ...]] = []
+
+
+def keep_for_readers(tensors: tuple[Tensor, ...]) -> None:
+    """Cached tensors may leave the cache while the GPU still reads them, on another stream than they were made on."""
+    if tensors[0].device.type != "cuda":
+        return
+    stream = torch.cuda.current_stream(tensors[0].device)
+    for tensor in tensors:
+        tensor.record_stream(stream)
+    if torch.cuda.is_current_stream_capturing() and not any(tensors[0] is captured[0] for captured in _CAPTURED):
+        _CAPTURED.append(tensors)
 
 
 def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -> Work:
     """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head."""
     todo = _work(problem, block=block, by_keys=by_keys, device=device)
-    if device.type == "cuda":
-        # Tables may leave the cache while the GPU still reads them, on another stream than they were made on.
-        stream = torch.cuda.current_stream(device)
-        for tensor in (todo.layout, todo.offsets, *(launch.table for launch in todo.launches)):
-            tensor.record_stream(stream)
-        if torch.cuda.is_current_stream_capturing() and not any(todo is captured for captured in _CAPTURED):
-            _CAPTURED.append(todo)
+    keep_for_readers((todo.layout, todo.offsets, *(launch.table for launch in todo.launches)))
     return todo
 
 
