@@ -26,7 +26,7 @@ def request(dtype, head_dim):
     return Request("cuda", torch.cuda.get_device_capability(), dtype, head_dim, 0.0)
 
 
-def fused(dtype, head_dim):
+def over_tables(dtype, head_dim):
     """The backends over launch tables that this GPU has."""
     return ["triton"] if hopper.why_not(request(dtype, head_dim)) else ["triton", "hopper"]
 
@@ -102,7 +102,7 @@ def test_every_kernel(case, causal, dtype, head_dim, monkeypatch):
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
 
-    for backend in fused(dtype, head_dim):
+    for backend in over_tables(dtype, head_dim):
         compare(backend, backend)
     for kernel in kernels(dtype, head_dim):
         if kernel.name == "memory-efficient" and dtype == torch.float32:
@@ -169,7 +169,7 @@ def test_one_merge_in_a_captured_graph():
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_of_one_merge(backward):
-    """Parts are twice the output here: with it and lse 3.1 outputs forward, and 6 + 1 for gradients beside what is saved."""
+    """Forward: the output, parts of twice its size, lse. Backward: output, dout, parts of six outputs, one result."""
     pattern = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
     inputs = [torch.randn(1, 2**17, 12, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     size = inputs[0].numel() * 2
@@ -264,7 +264,7 @@ def test_hopper_copies_what_lies_at_odd_addresses():
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_same_bits_in_200_runs(backend, head_dim, causal):
     """Short and long tiles, more blocks than multiprocessors; fresh memory holds NaN (conftest)."""
-    if backend not in fused(torch.bfloat16, head_dim):
+    if backend not in over_tables(torch.bfloat16, head_dim):
         pytest.skip("the kernels are for Hopper GPUs")
     pattern = Dilated([256, 1024, 6144], [1, 2, 6])
     q, k, v, dout = torch.randn(4, 1, 12288, 6, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
@@ -280,7 +280,7 @@ def test_the_same_bits_in_200_runs(backend, head_dim, causal):
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_more_than_2_to_the_31_elements(backend):
     """The end of a very long sequence is what it would be alone: segments are independent."""
-    if backend not in fused(torch.bfloat16, 64):
+    if backend not in over_tables(torch.bfloat16, 64):
         pytest.skip("the kernels are for Hopper GPUs")
     pattern, n, tail = Dilated([2048, 8192], [1, 4]), 264 * 8192, 8192
     q, k, v = (torch.randn(1, n, 16, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
