@@ -3,6 +3,7 @@
     python tests/compile_sm90.py '[["forward", 2, 64, 64, 64, 4, 3]]'     kernel, element size, head size, config
     python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size
     python tests/compile_sm90.py '[["block forward", 2, 64, 128]]'        kernel, element size, head size, block size
+    python tests/compile_sm90.py '[["one merge", 64]]'                    kernel, head size
 
 A process of its own, because the interpreter that the other tests use must be off when kernels are defined.
 """
@@ -29,7 +30,7 @@ from dilated_attention_pytorch.backends.hopper import dkv as hopper_dkv
 from dilated_attention_pytorch.backends.hopper import dq as hopper_dq
 from dilated_attention_pytorch.backends.hopper import forward as hopper_forward
 from dilated_attention_pytorch.backends.hopper import run as hopper_run
-from dilated_attention_pytorch.backends.triton import backward, block_backward, block_forward, forward
+from dilated_attention_pytorch.backends.triton import backward, block_backward, block_forward, forward, merge, parts
 from dilated_attention_pytorch.backends.triton.configs import block_configs, padded
 
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkv": backward.dkv_kernel}
@@ -57,7 +58,7 @@ FLOAT = (
     "PART_DK",
     "PART_DV",
 )
-INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED", "ROWS", "STARTS")
+INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED", "ROWS", "STARTS", "ADDRESSES", "ENTRIES", "FIRST")
 SHORT_INTEGER = ("POSITIONS", "COUNTS", "INDICES")
 
 
@@ -70,7 +71,7 @@ def argument_type(name: str, element: str) -> str:
         return "*i64"
     if name in SHORT_INTEGER:
         return "*i32"
-    return "fp32" if name in ("scale_log2", "scale", "keep_scale") else "i32"
+    return "fp32" if name in ("scale_log2", "scale", "keep_scale", "factor") else "i32"
 
 
 def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False):
@@ -133,6 +134,12 @@ def hopper_usage(kernel, head_dim, final=True, group=1):
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options)
 
 
+def one_usage(kernel, head_dim):
+    function = {"merge": merge.merge_kernel, "sum": merge.sum_kernel}[kernel]
+    constants = {"D": head_dim, "ALIGNED": 8} | parts.block_sizes(head_dim)
+    return compiled_usage(ASTSource, function, constants, 2, {"num_warps": parts.WARPS})
+
+
 def compiled_usage(source, function, constants, size, options):
     names = function.arg_names
     signature, hints = {}, {}
@@ -160,6 +167,7 @@ def compiled_usage(source, function, constants, size, options):
         "tensor_cores": "wgmma" in compiled.asm["ptx"],
         "warp_products": "mma.sync" in compiled.asm["ptx"],  # of tiles too small for the above
         "wide_copies": "cp.async.cg.shared.global" in compiled.asm["ptx"],
+        "single_loads": len(re.findall(r"ld\.global\S*\.b16", compiled.asm["ptx"])),
         "tensor_copies": "cp.async.bulk.tensor" in compiled.asm["ptx"],
         "loops": [
             {
@@ -178,5 +186,5 @@ if __name__ == "__main__":
     for arguments in json.loads(sys.argv[1]):
         name, *rest = arguments
         family, _, kernel = name.rpartition(" ")
-        used = {"hopper": hopper_usage, "block": block_usage, "": usage}[family](kernel, *rest)
+        used = {"hopper": hopper_usage, "block": block_usage, "one": one_usage, "": usage}[family](kernel, *rest)
         print(json.dumps({"arguments": arguments} | used), flush=True)

@@ -77,6 +77,14 @@ def test_kernels_over_block_lists(kernel):
     assert small["spilled_bytes"] == 0
 
 
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
+@pytest.mark.parametrize("kernel", ["merge", "sum"])
+def test_one_merge(kernel, head_dim):
+    used = compiled([f"one {kernel}", head_dim])
+    assert used["single_loads"] == 0  # rows come 16 bytes at a time
+    assert used["spilled_bytes"] == 0
+
+
 @pytest.mark.parametrize(
     ("head_dim", "final", "group"),
     [(24, True, 1), (64, False, 1), (64, True, 2), (80, True, 1), (128, False, 2), (128, True, 1)],

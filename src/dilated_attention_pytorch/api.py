@@ -227,7 +227,7 @@ def attention(
             pattern, is_causal = pattern.without_padding(), False
         out, lse = ops.attend(
             query, key, value, lengths, cu_seqlens, used_seed, positions, pattern.spec, is_causal, used_scale, dropout_p,
-            detach, chosen,
+            detach, backends.for_operator(backend, chosen),
         )  # fmt: skip
     if order is not None and not in_order:
         out, lse = order.unpermute(out), order.unpermute(lse, dim=2) if return_lse else lse

@@ -23,6 +23,7 @@ from dilated_attention_pytorch.distributed.schedule import Transfer
 from dilated_attention_pytorch.distributed.transport import Parcel, Transport
 from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.merge import accumulate_dtype
+from dilated_attention_pytorch.pieces import packed_views
 from dilated_attention_pytorch.plan import Plan
 from dilated_attention_pytorch.tiles import TileKernel
 
@@ -79,7 +80,7 @@ def pack_(route: Route, message: Message, flat: Tensor, key: Tensor, value: Tens
     for place, transfer, packed in parts(route, message, flat, key.shape[2:]):
         rows, plan = place.rows(message.source, transfer.positions), place.packing(transfer)
         for x, some in zip((key, value), packed, strict=True):
-            for apart, together in tiles.packed_views(plan, x[rows], some):
+            for apart, together in packed_views(plan, x[rows], some):
                 together.copy_(apart)
 
 
@@ -88,7 +89,7 @@ def _add_(route: Route, message: Message, flat: Tensor, dk: Tensor, dv: Tensor) 
     for place, transfer, packed in parts(route, message, flat, dk.shape[2:]):
         rows, plan = place.rows(message.source, transfer.positions), place.packing(transfer)
         for grad, some in zip((dk, dv), packed, strict=True):
-            for apart, together in tiles.packed_views(plan, grad[rows], some):
+            for apart, together in packed_views(plan, grad[rows], some):
                 apart.add_(together)
 
 
