@@ -17,12 +17,14 @@ from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
-from dilated_attention_pytorch.backends.triton.tables import Work, work
+from dilated_attention_pytorch.backends.triton.tables import Launch, Work, work
 from dilated_attention_pytorch.problem import Problem
 from dilated_attention_pytorch.tiles import positive_scale
 
 # Per thread at the start: 12 warps share 65,536. The computing ones then take some from the loading one.
 _START_REGISTERS = 168
+# Kernels that add parts have room in shared memory for what is known of this many, or of a larger power of 2.
+LEAST_PARTS = 8
 
 
 @cache
@@ -42,27 +44,35 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device=torch.cuda.current_device())
 
 
-def _launch(todo: Work, attend: Callable[[int, Tensor, bool], None], add_parts: Callable[[int, Tensor], None]) -> None:
+def _launch(todo: Work, attend: Callable[[Launch], None], add_parts: Callable[[int, Tensor], None]) -> None:
     """All launches, those that only add up parts by ``add_parts``."""
 
     def both() -> None:
         triton.set_allocator(_scratch)
         for one in todo.launches:
             if one.attends:
-                attend(one.programs, one.table, one.final)
+                attend(one)
             else:
                 add_parts(one.programs, one.table)
 
     contextvars.copy_context().run(both)  # the allocator of other code stays what it is
 
 
-def _constants(config: Config, x: Tensor, final: bool) -> dict[str, Any]:
+def stages(config: Config, parts: int) -> int:
+    """Blocks in flight: what is known of many parts takes the room of one."""
+    return config.stages - (parts > LEAST_PARTS)
+
+
+def _constants(config: Config, x: Tensor, one: Launch) -> dict[str, Any]:
+    # Few different numbers, so that few kernels are compiled.
+    parts = max(LEAST_PARTS, triton.next_power_of_2(one.children)) if one.children else 0
     return {
         "D": x.shape[-1],
         "BLOCK_D": portable.padded(x.shape[-1]),
-        "STAGES": config.stages,
+        "STAGES": stages(config, parts),
         "HELD": config.held,
-        "FINAL": final,
+        "FINAL": one.final,
+        "PARTS": parts,
         "num_warps": 4,
         "maxnreg": _START_REGISTERS,
     }
@@ -80,11 +90,11 @@ def forward(
     tensors = (query, key, value, *run.forward_buffers(problem, query, todo))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
 
-    def attend(items: int, table: Tensor, final: bool) -> None:
-        forward_kernel[(min(items, _multiprocessors(query.device)),)](
-            *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.heads,
+    def attend(one: Launch) -> None:
+        forward_kernel[(min(one.programs, _multiprocessors(query.device)),)](
+            *tensors, one.table, todo.layout, todo.offsets, one.table.shape[0], one.programs, *strides, problem.queries, problem.heads,
             problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, BLOCK_N=chosen.block,
-            **_constants(chosen, query, final),
+            **_constants(chosen, query, one),
         )  # fmt: skip
 
     def add_parts(programs: int, table: Tensor) -> None:
@@ -112,11 +122,11 @@ def dq(
     tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
 
-    def attend(items: int, table: Tensor, final: bool) -> None:
-        dq_kernel[(min(items, _multiprocessors(query.device)),)](
-            *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.heads,
+    def attend(one: Launch) -> None:
+        dq_kernel[(min(one.programs, _multiprocessors(query.device)),)](
+            *tensors, one.table, todo.layout, todo.offsets, one.table.shape[0], one.programs, *strides, problem.queries, problem.heads,
             problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale, BLOCK_N=chosen.block,
-            **_constants(chosen, query, final),
+            **_constants(chosen, query, one),
         )  # fmt: skip
 
     def add_parts(programs: int, table: Tensor) -> None:
@@ -144,11 +154,11 @@ def dkv(
     tensors = (query, key, value, dout, lse, delta, *run.dkv_buffers(key, value, todo))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
 
-    def attend(items: int, table: Tensor, final: bool) -> None:
-        dkv_kernel[(min(items, _multiprocessors(query.device)),)](
-            *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.keys,
+    def attend(one: Launch) -> None:
+        dkv_kernel[(min(one.programs, _multiprocessors(query.device)),)](
+            *tensors, one.table, todo.layout, todo.offsets, one.table.shape[0], one.programs, *strides, problem.queries, problem.keys,
             problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
-            BLOCK_M=chosen.block, OVERLAP=chosen.overlap, **_constants(chosen, query, final),
+            BLOCK_M=chosen.block, OVERLAP=chosen.overlap, **_constants(chosen, query, one),
         )  # fmt: skip
 
     def add_parts(programs: int, table: Tensor) -> None:
