@@ -245,8 +245,6 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) 
         ]
         for group in order
     ]
-    if not order:  # kernels look at a child before they know that there is none: one entry that nobody has
-        layout, offsets = [(0, 1, 1, 1, 1, 0, 0)], [[0] * problem.key_heads]
     return Work(
         launches=tuple(launch for launch in launches if launch.programs),
         groups=root,
