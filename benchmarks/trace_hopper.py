@@ -27,7 +27,9 @@ READINGS = 6000  # per warp group
 PROGRAM = 5
 # The first words of a line of the kernel -> a mark before it, in the order of the source.
 MARKS = [
-    ("mbarrier.wait(q_full.index(which)", "item begins"),
+    ("mbarrier.wait(facts_full.index(slot)", "item begins"),
+    ("first = known(facts, slot, FIRST)", "facts there"),
+    ("mbarrier.wait(q_full.index(which)", "queries waited for"),
     ("q = hold(q_smem.index(which)", "queries there"),
     ("if HELD:  # not before", "first scores there"),
     ("mbarrier.arrive(k_empty.index(stage)", None),  # of the first block
@@ -37,11 +39,11 @@ MARKS = [
     ("mbarrier.arrive(k_empty.index(stage)", "scores there"),
     ("acc, last_p = warpgroup_mma_wait(0", "weights there"),
     ("mbarrier.arrive(v_empty.index(last)", "values there"),
-    ("inside = (begin + numbers) < q_rows", "last product asked for"),
-    ("following = find_item", "first part asked for"),
-    ("acc, p = warpgroup_mma_wait(0", "next item found"),
+    ("inside = (known(facts, slot, FIRST)", "last product asked for"),
+    ("acc, p = warpgroup_mma_wait(0", "first part asked for"),
     ("mbarrier.arrive(v_empty.index(stage)", "last product there"),
-    ("row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = fo", "result stored"),
+    ("place = known(facts, slot, PLACE)", "parts added"),
+    ("mbarrier.arrive(done.index(slot)", "result stored"),
 ]
 HELPER = f"""
 @gluon.jit
@@ -72,7 +74,10 @@ def marked_source() -> str:
     for old, new in (
         ("\n\n@gluon.jit\ndef _load_item(", f"\n{HELPER}\n\n@gluon.jit\ndef _load_item("),
         ("    which: gl.constexpr, results", "    which: gl.constexpr, TRACE, results"),
-        ("    row, first, heads,", f"    reading = gl.program_id(0) * 0 + which * {READINGS}\n    row, first, heads,"),
+        (
+            "    number = 0\n    for _ in",
+            f"    number = 0\n    reading = gl.program_id(0) * 0 + which * {READINGS}\n    for _ in",
+        ),
         ("    HELD: gl.constexpr,  # q stays in registers\n", "    HELD: gl.constexpr,\n    TRACE,\n"),
         ("(gl.constexpr(0), results", "(gl.constexpr(0), TRACE, results"),
         ("(gl.constexpr(1), results", "(gl.constexpr(1), TRACE, results"),

@@ -1,10 +1,11 @@
 """Time configurations of the Hopper kernels against dense cuDNN attention, each checked against the portable kernels.
 
-    PYTHONPATH=src python3 benchmarks/tune_hopper.py [--experiment] [--out FILE]
+    PYTHONPATH=src python3 benchmarks/tune_hopper.py [--shipped] [--out FILE]
 
 Edit CANDIDATES, run, and put the best into backends/hopper/configs.py. ``x dense``: of the rate of dense cuDNN attention at
 tiles of 2048, forward for the forward; dq and dkv are given in milliseconds, to be added up, beside the milliseconds that
-dense cuDNN attention would take for the backward FLOPs. ``--experiment`` takes the kernels of benchmarks/experiments.
+dense cuDNN attention would take for the backward FLOPs. ``--shipped`` takes only the configurations
+that are there already, about a minute.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import sys
 from pathlib import Path
 
 import torch
 from gpu import GPU, PAPER, WIDE, Setting, dense_rates, milliseconds
 
 from dilated_attention_pytorch.backends.hopper import run
-from dilated_attention_pytorch.backends.hopper.configs import Config
+from dilated_attention_pytorch.backends.hopper.configs import Config, configs
 from dilated_attention_pytorch.backends.triton import run as portable
 from dilated_attention_pytorch.plan import compile_plan
 from dilated_attention_pytorch.problem import Problem
@@ -39,13 +39,7 @@ CANDIDATES = {
     ("dkv", 128): [Config(64, 4, 0), Config(32, 8, 0, overlap=True)],
 }
 
-EXPERIMENT = {
-    ("forward", 64): [Config(128, 5, 0), Config(128, 5, 1)],
-    ("forward", 128): [Config(128, 2, 0)],
-    ("dq", 64): [Config(64, 8, 2)],
-    ("dq", 128): [Config(64, 3, 0)],
-    ("dkv", 64): [Config(64, 7, 0, overlap=True), Config(64, 7, 1, overlap=True)],
-}
+SHIPPED = {(kernel, d): [getattr(configs(d), kernel)] for kernel in ("forward", "dq", "dkv") for d in (64, 128)}
 
 
 def problem(s: Setting, n: int) -> Problem:
@@ -68,29 +62,9 @@ def outputs(x) -> tuple[torch.Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def use_experiment() -> None:
-    """The kernels of benchmarks/experiments: 16 warps, so 128 registers per thread at the start."""
-    sys.path.insert(0, str(Path(__file__).parent / "experiments"))
-    import hopper_dkv
-    import hopper_dq
-    import hopper_forward
-
-    class Kernel:
-        def __init__(self, kernel) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda *a, **k: self.kernel[grid](*a, **(k | {"maxnreg": 128}))
-
-    run.forward_kernel = Kernel(hopper_forward.forward_kernel)
-    run.dq_kernel, run.dkv_kernel = Kernel(hopper_dq.dq_kernel), Kernel(hopper_dkv.dkv_kernel)
-
-
 def compile_one(job) -> None:
     """In a process of its own: the compiled kernels stay on disk."""
-    kernel, head_dim, config, experiment = job
-    if experiment:
-        use_experiment()
+    kernel, head_dim, config = job
     s = SETTINGS[f"D={head_dim}"]
     n = 4096
     statistics = torch.zeros(1, s.heads, n, device=GPU)
@@ -106,14 +80,11 @@ def compile_one(job) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--experiment", action="store_true")
+    parser.add_argument("--shipped", action="store_true")
     options = parser.parse_args()
-    candidates = CANDIDATES
-    if options.experiment:
-        use_experiment()
-        candidates = EXPERIMENT
-    jobs = [(kernel, d, config, options.experiment) for (kernel, d), configs in candidates.items() for config in configs]
-    jobs += [("portable", 64, None, False), ("portable", 128, None, False)]
+    candidates = SHIPPED if options.shipped else CANDIDATES
+    jobs = [(kernel, d, config) for (kernel, d), some in candidates.items() for config in some]
+    jobs += [("portable", 64, None), ("portable", 128, None)]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.map(compile_one, jobs, chunksize=1)
     rows = []
@@ -128,8 +99,8 @@ def main() -> None:
         expected = {"forward": (out, lse), "dq": grads[:1], "dkv": grads[1:]}
         print(f"{name}: dense forward {flops / rates[0] / 1e9:.2f} ms ({rates[0]:.0f} TFLOP/s), "
               f"backward {2.5 * flops / rates[1] / 1e9:.2f} ms ({rates[1]:.0f} TFLOP/s)")  # fmt: skip
-        for (kernel, d), configs in candidates.items():
-            for config in configs if d == s.head_dim else ():
+        for (kernel, d), some in candidates.items():
+            for config in some if d == s.head_dim else ():
                 got = outputs(call(kernel, p, x, lse, delta, config))
                 pairs = zip(got, expected[kernel], strict=True)
                 error = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)

@@ -1,7 +1,7 @@
 """Compile the kernels for sm_90 without a GPU and print what they use, as JSON. Run by test_triton_compile.py.
 
     python tests/compile_sm90.py '[["forward", 2, 64, 64, 64, 4, 3]]'     kernel, element size, head size, config
-    python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size
+    python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size [, final, group, parts]
     python tests/compile_sm90.py '[["block forward", 2, 64, 128]]'        kernel, element size, head size, block size
     python tests/compile_sm90.py '[["one merge", 64]]'                    kernel, head size
 
@@ -116,15 +116,16 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
     return compiled_usage(ASTSource, BLOCKS[kernel], constants, size, {"num_warps": warps, "num_stages": stages})
 
 
-def hopper_usage(kernel, head_dim, final=True, group=1):
+def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_PARTS):
     config = getattr(hopper_configs.configs(head_dim), kernel)
     constants = {
         "D": head_dim,
         "BLOCK_D": padded(head_dim),
         "BLOCK_M" if kernel == "dkv" else "BLOCK_N": config.block,
-        "STAGES": config.stages,
+        "STAGES": hopper_run.stages(config, parts),
         "HELD": config.held,
         "FINAL": final,
+        "PARTS": parts,
     }
     if group == 1:  # as Triton specialises it
         constants["group"] = 1

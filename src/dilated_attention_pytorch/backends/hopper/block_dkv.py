@@ -13,11 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dilated_attention_pytorch.backends.hopper.block_pieces import find_block_item, find_list, listed_row
-from dilated_attention_pytorch.backends.hopper.dkv import _load_kv, _weights, copy_elements
+from dilated_attention_pytorch.backends.hopper.dkv import _load_kv, _weights
 from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
     allocate_barriers,
     allocate_rows,
+    copy_elements,
     hold,
     load_rows,
     row_descriptor,
@@ -184,7 +185,7 @@ def _compute_dkv(
                     mbarrier.wait(row_full.index(stage), phase)
                     lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
                     delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
-                    weights = _weights(s, lse2, scale_log2, q_rows, columns, masked, stop, length, CAUSAL)
+                    weights = _weights(s, lse2, scale_log2, q_rows, columns, masked, stop, CAUSAL)
                     p = gl.convert_layout(weights.to(dtype), P)
                     ds = gl.convert_layout((weights * (dp - delta[None, :])).to(dtype), P)
                     # Products read their left sides from registers until they are done: named here, so that they last.
@@ -195,7 +196,7 @@ def _compute_dkv(
                     mbarrier.wait(row_full.index(stage), phase)
                     s, k = wait_held(1, s, k, HELD >= 1)
                     lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
-                    weights = _weights(s, lse2, scale_log2, q_rows, columns, masked, stop, length, CAUSAL)
+                    weights = _weights(s, lse2, scale_log2, q_rows, columns, masked, stop, CAUSAL)
                     p = gl.convert_layout(weights.to(dtype), P)
                     dv = warpgroup_mma(p, dout_smem.index(stage), dv, is_async=True)
                     dp, v = wait_held(1, dp, v, HELD >= 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -13,25 +12,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dilated_attention_pytorch.backends.hopper.pieces import (
+    CAUSAL,
+    CHILDREN,
+    FIRST,
+    K_ROWS,
+    PLACE,
+    Q_ROWS,
     ROWS,
     address,
     allocate_barriers,
+    allocate_facts,
+    allocate_numbers,
     allocate_rows,
+    copy_statistics,
     find_item,
     find_part,
     hold,
+    item_positions,
+    known,
+    leave,
+    leave_parts,
     load_part,
     load_rows,
+    look_up_parts,
+    result_row,
     row_descriptor,
-    seen_keys,
     store_rows,
-    tile_positions,
     wait_held,
 )
-from dilated_attention_pytorch.backends.triton.primitives import LOG2_E, own_part_row
-
-# Triton 3.9 renamed it.
-copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+from dilated_attention_pytorch.backends.triton.primitives import LAST, LOG2_E
 
 
 @gluon.jit
@@ -46,16 +55,15 @@ def _load_kv(at, steps, first, k_rows, number, smem, bars, D: gl.constexpr, BLOC
 
 @gluon.jit
 def _load_unit(
-    member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, lse_at, delta_at, steps, stride, q_rows, begin_block,
-    blocks, counter, smem, bars,
+    member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, statistics, steps, stride, q_rows, begin_block, blocks,
+    counter, smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Ask for an item's keys and values, if this is its first unit, then for rows of q and dout, and their statistics."""
     if member == 0:
         _load_kv(kv_at, kv_steps, first, k_rows, number, smem, bars, D, BLOCK_D)
     _, _, q_smem, dout_smem, lse_smem, delta_smem = smem
-    _, _, q_full, dout_full, row_full, empty, _ = bars
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    _, _, q_full, dout_full, row_full, empty, _, _, _ = bars
     q_desc = row_descriptor(q_at, q_rows, steps[0], D, BLOCK_M, BLOCK_D)
     dout_desc = row_descriptor(dout_at, q_rows, steps[1], D, BLOCK_M, BLOCK_D)
     for block in range(begin_block, blocks):
@@ -64,10 +72,10 @@ def _load_unit(
         load_rows(q_desc, block * BLOCK_M, q_full, q_smem, stage)
         load_rows(dout_desc, block * BLOCK_M, dout_full, dout_smem, stage)
         # Rows behind the tile's end are masked; any statistics do.
-        rows = gl.minimum(block * BLOCK_M + gl.arange(0, BLOCK_M, LINE), q_rows - 1) * stride
-        copy_elements(lse_smem.index(stage), lse_at + rows)
-        copy_elements(delta_smem.index(stage), delta_at + rows)
-        async_copy.mbarrier_arrive(row_full.index(stage), increment_count=False)
+        copy_statistics(
+            statistics, block * BLOCK_M, q_rows, stride, lse_smem.index(stage), delta_smem.index(stage), row_full.index(stage),
+            BLOCK_M,
+        )  # fmt: skip
         counter += 1
     return counter
 
@@ -83,20 +91,34 @@ def query_blocks(first, q_rows, causal, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _produce_dkv(
-    tensors, statistics, TABLE, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, bars,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    tensors, statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     Q, K, V, DOUT = tensors
     LSE, DELTA = statistics
-    N, H = sizes
-    done = bars[6]
+    N, M, H, G, parts = sizes
+    done, facts_full, facts_empty = bars[6], bars[7], bars[8]
     counter = 0
     number = 0
     unit = 0  # a query head of an item
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, first, heads, _, sample, _, starts, q_rows, k_rows, stride, causal = find_item(
-            TABLE, families, item, group, True
+        row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
+            tables[0], families, item, group, True
         )
+        result = result_row(row, own_sample, sample, heads[1], tile, starts[1], first, M, G, FINAL)
+        if PARTS > 0:
+            found = look_up_parts(tables, row, own_sample, heads[1], G, heads[1], G, parts, PARTS)
+        slot = number & 1
+        mbarrier.wait(facts_empty.index(slot), (number >> 1 & 1) ^ 1)
+        leave(facts, slot, FIRST, first)
+        leave(facts, slot, Q_ROWS, q_rows)
+        leave(facts, slot, K_ROWS, k_rows)
+        leave(facts, slot, CAUSAL, causal)
+        leave(facts, slot, PLACE, result)
+        if PARTS > 0:
+            leave_parts(facts, slot, row, starts[1], first, stride, found)
+        mbarrier.arrive(facts_full.index(slot), count=1)
         begin, blocks, _, _ = query_blocks(first, q_rows, causal, BLOCK_M)
         kv_at = (
             address(K, k_strides, sample, starts[1], heads[1]),
@@ -110,45 +132,44 @@ def _produce_dkv(
             q_at = address(Q, q_strides, sample, starts[0], head)
             dout_at = address(DOUT, dout_strides, sample, starts[0], head)
             place = (sample.to(gl.int64) * H + head) * N + starts[0]
+            own_statistics = LSE + place, DELTA + place
             parity = unit & 1
             mbarrier.wait(done.index(parity), (unit >> 1 & 1) ^ 1)
             # Keys are loaded inside of the branches as well: two branches that only made descriptors would be merged
             # into one by the compiler, and with them their two places into one.
             if parity == 0:
                 counter = _load_unit(
-                    member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, LSE + place, DELTA + place, steps, stride,
-                    q_rows, begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES,
+                    member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, own_statistics, steps, stride, q_rows,
+                    begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
             else:
                 counter = _load_unit(
-                    member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, LSE + place, DELTA + place, steps, stride,
-                    q_rows, begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES,
+                    member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, own_statistics, steps, stride, q_rows,
+                    begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
             unit += 1
         number += 1
 
 
 @gluon.jit
-def _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, k_rows, causal):
-    """The weights of keys by query rows."""
+def _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal):
+    """The weights of keys by query rows. Keys behind the end have any: their rows of dk and dv are not stored."""
     p = gl.exp2(s * scale_log2 - lse2[None, :])
     if masked:
-        seen = gl.where(rows < q_rows, seen_keys(rows, k_rows, causal), 0)
+        seen = gl.where(rows < q_rows, gl.where(causal, rows + 1, LAST), 0)
         p = gl.where(columns[:, None] < seen[None, :], p, 0.0)
     return p
 
 
 @gluon.jit
 def _compute_dkv(
-    half: gl.constexpr, results, tables, families, items, group, sizes, scale_log2, scale, smem, bars,
+    half: gl.constexpr, results, items, group, G, scale_log2, scale, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    HELD: gl.constexpr, OVERLAP: gl.constexpr,
+    HELD: gl.constexpr, OVERLAP: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     PART_DK, PART_DV, DK, DV = results
-    TABLE, LAYOUT, OFFSETS = tables
-    M, G, parts = sizes
     k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem = smem
-    rows_full, rows_empty, q_full, dout_full, row_full, empty, done = bars
+    rows_full, rows_empty, q_full, dout_full, row_full, empty, done, facts_full, facts_empty = bars
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
@@ -156,23 +177,25 @@ def _compute_dkv(
     none = gl.full([64, BLOCK_M], 0.0, gl.float32, S)
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
+    own = half * 64 + numbers  # in an item
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O))
     counter = 0
     number = 0
     unit = 0
-    row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
-        TABLE, families, gl.program_id(0), group, True
-    )
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        slot = number & 1
+        mbarrier.wait(facts_full.index(slot), number >> 1 & 1)
+        first = known(facts, slot, FIRST).to(gl.int32)
+        q_rows = known(facts, slot, Q_ROWS).to(gl.int32)
+        causal = known(facts, slot, CAUSAL) != 0
         from_block, blocks, clear, whole = query_blocks(first, q_rows, causal, BLOCK_M)
-        begin = first + half * 64
-        columns = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
+        columns = first + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
         mbarrier.wait(rows_full.index(half), number & 1)
         k = hold(k_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 1)
         v = hold(v_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 2)
         dk = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
         dv = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
-        for _ in range(group):
+        for _member in range(group):
             if OVERLAP:
                 p = gl.full([64, BLOCK_M], 0.0, dtype, P)
                 ds = gl.full([64, BLOCK_M], 0.0, dtype, P)
@@ -197,7 +220,7 @@ def _compute_dkv(
                     mbarrier.wait(row_full.index(stage), phase)
                     lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
                     delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
-                    weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, k_rows, causal)
+                    weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal)
                     p = gl.convert_layout(weights.to(dtype), P)
                     ds = gl.convert_layout((weights * (dp - delta[None, :])).to(dtype), P)
                     # Products read their left sides from registers until they are done: named here, so that they last.
@@ -208,7 +231,7 @@ def _compute_dkv(
                     mbarrier.wait(row_full.index(stage), phase)
                     s, k = wait_held(1, s, k, HELD >= 1)
                     lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
-                    weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, k_rows, causal)
+                    weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal)
                     p = gl.convert_layout(weights.to(dtype), P)
                     dv = warpgroup_mma(p, dout_smem.index(stage), dv, is_async=True)
                     dp, v = wait_held(1, dp, v, HELD >= 2)
@@ -228,31 +251,24 @@ def _compute_dkv(
         mbarrier.arrive(rows_empty.index(half), count=1)
         number += 1
 
-        inside = (begin + numbers) < k_rows
-        positions = tile_positions(row, starts[1], begin, stride, numbers)
-        head = heads[1]
-        if FINAL:  # these tiles have all rows: the stride is 1
-            start = ((sample.to(gl.int64) * M + starts[1] + begin) * G + head) * D
-            step = G * D
-            dk_at, dv_at = DK, DV
-        else:
-            start = (own_part_row(row, own_sample, head, G, tile) + begin) * D
-            step = D
-            dk_at, dv_at = PART_DK, PART_DV
+        inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, K_ROWS).to(gl.int32)
         dk = dk * scale
-        # One after the other: the parts of both do not fit into the registers together.
-        for child in range(gl.load(row + 24)):
-            places, there = find_part(LAYOUT, OFFSETS, row, child, parts, own_sample, (head, head), G, G, positions, inside)
-            dk += load_part(PART_DK, places, there, d, D, BLOCK_D)
-        store_rows(dk_at, dk, start, step, numbers, inside, d, D, BLOCK_D)
-        for child in range(gl.load(row + 24)):
-            places, there = find_part(LAYOUT, OFFSETS, row, child, parts, own_sample, (head, head), G, G, positions, inside)
-            dv += load_part(PART_DV, places, there, d, D, BLOCK_D)
-        store_rows(dv_at, dv, start, step, numbers, inside, d, D, BLOCK_D)
-        next_item = gl.minimum(item + gl.num_programs(0), items - 1)
-        row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
-            TABLE, families, next_item, group, True
-        )
+        if PARTS > 0:
+            positions = item_positions(facts, slot, own)
+            for child in range(known(facts, slot, CHILDREN).to(gl.int32)):
+                places, there = find_part(facts, slot, child, positions, inside, PARTS)
+                dk += load_part(PART_DK, places, there, d, D, BLOCK_D)
+                dv += load_part(PART_DV, places, there, d, D, BLOCK_D)
+        place = known(facts, slot, PLACE)
+        if FINAL:
+            start = (place + half * 64 * G) * D
+            store_rows(DK, dk, start, G * D, numbers, inside, d, D, BLOCK_D)
+            store_rows(DV, dv, start, G * D, numbers, inside, d, D, BLOCK_D)
+        else:
+            start = (place + half * 64) * D
+            store_rows(PART_DK, dk, start, D, numbers, inside, d, D, BLOCK_D)
+            store_rows(PART_DV, dv, start, D, numbers, inside, d, D, BLOCK_D)
+        mbarrier.arrive(facts_empty.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
 
 
 @gluon.jit(do_not_specialize=["families", "items", "N", "M", "H", "G", "parts"])
@@ -266,17 +282,17 @@ def dkv_kernel(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
     HELD: gl.constexpr,  # how many of k and v stay in registers
     OVERLAP: gl.constexpr,  # compute scores while the block before is still being added up
+    PARTS: gl.constexpr,  # at most so many parts are added to each result, a power of 2; or none
 ):  # fmt: skip
     """dk and dv of the items of a table, summed over the query rows that see them and the query heads of their group."""
     dtype: gl.constexpr = Q.dtype.element_ty
-    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     smem = (
         allocate_rows(dtype, 2, 64, BLOCK_D),
         allocate_rows(dtype, 2, 64, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_M, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_M, BLOCK_D),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINES),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINES),
+        allocate_numbers(STAGES, BLOCK_M),
+        allocate_numbers(STAGES, BLOCK_M),
     )
     bars = (
         allocate_barriers(2, 2),
@@ -286,7 +302,10 @@ def dkv_kernel(
         allocate_barriers(STAGES, 32),
         allocate_barriers(STAGES, 2),
         allocate_barriers(2, 2),
+        allocate_barriers(2, 1),
+        allocate_barriers(2, 2),
     )
+    facts = allocate_facts(PARTS)
     fence_async_shared()
     q_strides = q_stride_b, q_stride_n, q_stride_h
     k_strides = k_stride_b, k_stride_n, k_stride_h
@@ -295,8 +314,9 @@ def dkv_kernel(
     results = PART_DK, PART_DV, DK, DV
     statistics = LSE, DELTA
     tables = TABLE, LAYOUT, OFFSETS
+    sizes = N, M, H, G, parts
     gl.warp_specialize([
-        (_compute_dkv, (gl.constexpr(0), results, tables, families, items, group, (M, G, parts), scale_log2, scale, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP)),
-        (_compute_dkv, (gl.constexpr(1), results, tables, families, items, group, (M, G, parts), scale_log2, scale, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP)),
-        (_produce_dkv, ((Q, K, V, DOUT), statistics, TABLE, families, items, group, (N, H), q_strides, k_strides, v_strides, dout_strides, smem, bars, D, BLOCK_D, BLOCK_M, STAGES)),
+        (_compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS)),
+        (_compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS)),
+        (_produce_dkv, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS)),
     ], [4, 1], [232, 40])  # fmt: skip

@@ -17,31 +17,45 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dilated_attention_pytorch.backends.hopper.pieces import (
+    CAUSAL,
+    CHILDREN,
+    FIRST,
+    K_ROWS,
+    PLACE,
+    Q_ROWS,
     address,
     allocate_barriers,
+    allocate_facts,
+    allocate_numbers,
     allocate_rows,
+    copy_statistics,
     find_item,
     find_part,
     hold,
+    item_positions,
     key_blocks,
+    known,
+    leave,
+    leave_parts,
     load_part,
     load_rows,
+    look_up_parts,
+    result_row,
     row_descriptor,
     seen_keys,
     store_rows,
-    tile_positions,
     wait_held,
 )
-from dilated_attention_pytorch.backends.triton.primitives import LOG2_E, own_part_row
+from dilated_attention_pytorch.backends.triton.primitives import LOG2_E
 
 
 @gluon.jit
 def _load_dq_item(
-    at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
+    at, steps, statistics, stride, first, q_rows, k_rows, blocks, number, counter, smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    q_smem, dout_smem, k_smem, v_smem = smem
-    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, _ = bars
+    q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem = smem
+    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, _, _ = bars
     q_desc = row_descriptor(at[0], q_rows, steps[0], D, 64, BLOCK_D)
     k_desc = row_descriptor(at[1], k_rows, steps[1], D, BLOCK_N, BLOCK_D)
     v_desc = row_descriptor(at[2], k_rows, steps[2], D, BLOCK_N, BLOCK_D)
@@ -50,6 +64,17 @@ def _load_dq_item(
         mbarrier.wait(rows_empty.index(half), number & 1 ^ 1)
         load_rows(q_desc, first + half * 64, rows_full, q_smem, half)
         load_rows(dout_desc, first + half * 64, rows_full, dout_smem, half)
+        # Rows behind the tile's end are not stored; any statistics do.
+        copy_statistics(
+            statistics,
+            first + half * 64,
+            q_rows,
+            stride,
+            lse_smem.index(half),
+            delta_smem.index(half),
+            rows_full.index(half),
+            64,
+        )
     for block in range(blocks):
         stage = counter % STAGES
         phase = counter // STAGES & 1
@@ -63,17 +88,33 @@ def _load_dq_item(
 
 @gluon.jit
 def _produce_dq(
-    tensors, TABLE, families, items, group, q_strides, k_strides, v_strides, dout_strides, smem, bars,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    tensors, statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     Q, K, V, DOUT = tensors
-    done = bars[6]
+    LSE, DELTA = statistics
+    N, H, G, parts = sizes
+    facts_full, done = bars[6], bars[7]
     counter = 0
     number = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, first, heads, _, sample, _, starts, q_rows, k_rows, stride, causal = find_item(
-            TABLE, families, item, group, False
+        row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
+            tables[0], families, item, group, False
         )
+        place = result_row(row, own_sample, sample, heads[0], tile, starts[0], first, N, H, FINAL)
+        if PARTS > 0:
+            found = look_up_parts(tables, row, own_sample, heads[0], H, heads[1], G, parts, PARTS)
+        parity = number & 1
+        mbarrier.wait(done.index(parity), (number >> 1 & 1) ^ 1)
+        leave(facts, parity, FIRST, first)
+        leave(facts, parity, Q_ROWS, q_rows)
+        leave(facts, parity, K_ROWS, k_rows)
+        leave(facts, parity, CAUSAL, causal)
+        leave(facts, parity, PLACE, place)
+        if PARTS > 0:
+            leave_parts(facts, parity, row, starts[0], first, stride, found)
+        mbarrier.arrive(facts_full.index(parity), count=1)
         blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N)
         at = (
             address(Q, q_strides, sample, starts[0], heads[0]),
@@ -83,16 +124,18 @@ def _produce_dq(
         )
         stride64 = stride.to(gl.int64)
         steps = stride64 * q_strides[1], stride64 * k_strides[1], stride64 * v_strides[1], stride64 * dout_strides[1]
-        parity = number & 1
-        mbarrier.wait(done.index(parity), (number >> 1 & 1) ^ 1)
+        rows_at = (sample.to(gl.int64) * H + heads[0]) * N + starts[0]
+        own_statistics = LSE + rows_at, DELTA + rows_at
         if parity == 0:
             counter = _load_dq_item(
-                at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars, D, BLOCK_D, BLOCK_N, STAGES
-            )
+                at, steps, own_statistics, stride, first, q_rows, k_rows, blocks, number, counter, smem, bars,
+                D, BLOCK_D, BLOCK_N, STAGES,
+            )  # fmt: skip
         else:
             counter = _load_dq_item(
-                at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars, D, BLOCK_D, BLOCK_N, STAGES
-            )
+                at, steps, own_statistics, stride, first, q_rows, k_rows, blocks, number, counter, smem, bars,
+                D, BLOCK_D, BLOCK_N, STAGES,
+            )  # fmt: skip
         number += 1
 
 
@@ -107,16 +150,13 @@ def _score_gradient(s, dp, lse2, delta, scale_log2, n, masked, columns, seen):
 
 @gluon.jit
 def _compute_dq(
-    half: gl.constexpr, results, statistics, tables, families, items, group, sizes, scale_log2, scale, smem, bars,
+    half: gl.constexpr, results, items, H, scale_log2, scale, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    HELD: gl.constexpr,
+    HELD: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     PART_DQ, DQ = results
-    LSE, DELTA = statistics
-    TABLE, LAYOUT, OFFSETS = tables
-    N, H, G, parts = sizes
-    q_smem, dout_smem, k_smem, v_smem = smem
-    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, done = bars
+    q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem = smem
+    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, facts_full, done = bars
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
@@ -124,22 +164,21 @@ def _compute_dq(
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
+    own = half * 64 + numbers  # in an item
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O))
     counter = 0
     number = 0
-    row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
-        TABLE, families, gl.program_id(0), group, False
-    )
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        slot = number & 1
+        mbarrier.wait(facts_full.index(slot), number >> 1 & 1)
+        first = known(facts, slot, FIRST).to(gl.int32)
+        k_rows = known(facts, slot, K_ROWS).to(gl.int32)
+        causal = known(facts, slot, CAUSAL) != 0
         blocks, clear_blocks = key_blocks(first, k_rows, causal, BLOCK_N)
-        begin = first + half * 64
-        rows = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
-        place = (sample.to(gl.int64) * H + heads[0]) * N + starts[0] + rows * stride
-        # rows behind the tile: weights exp2(0 - inf) = 0
-        lse2 = gl.load(LSE + place, mask=rows < q_rows, other=float("inf")) * LOG2_E
-        delta = gl.load(DELTA + place, mask=rows < q_rows, other=0.0)
-        seen = seen_keys(rows, k_rows, causal)
+        seen = seen_keys(first + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, S)), k_rows, causal)
         mbarrier.wait(rows_full.index(half), number & 1)
+        lse2 = lse_smem.index(half).load(gl.SliceLayout(1, S)) * LOG2_E
+        delta = delta_smem.index(half).load(gl.SliceLayout(1, S))
         q = hold(q_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 1)
         dout = hold(dout_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 2)
         dq = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
@@ -152,11 +191,11 @@ def _compute_dq(
         mbarrier.wait(v_full.index(stage), phase)
         dp = warpgroup_mma(dout, v_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-        if HELD == 2:  # not before products have read the registers: only then they are loaded for sure
-            mbarrier.arrive(rows_empty.index(half), count=1)
         mbarrier.arrive(v_empty.index(stage), count=1)
         ds = _score_gradient(s, dp, lse2, delta, scale_log2, 0, clear_blocks <= 0, columns, seen)
         ds = gl.convert_layout(ds.to(dtype), P)
+        if HELD == 2:  # not before all that was loaded has been used: only then it is loaded for sure
+            mbarrier.arrive(rows_empty.index(half), count=1)
         for block in range(1, blocks):
             counter += 1
             last = stage
@@ -181,28 +220,31 @@ def _compute_dq(
         if HELD < 2:
             mbarrier.arrive(rows_empty.index(half), count=1)
         dq = warpgroup_mma(ds, k_smem.index(stage), dq, is_async=True)
-        # While the last product runs: the first part to be added, and the next item.
-        inside = (begin + numbers) < q_rows
-        positions = tile_positions(row, starts[0], begin, stride, numbers)
-        places, there = find_part(LAYOUT, OFFSETS, row, 0, parts, own_sample, heads, H, G, positions, inside)
-        part = load_part(PART_DQ, places, there, d, D, BLOCK_D)
-        following = find_item(TABLE, families, gl.minimum(item + gl.num_programs(0), items - 1), group, False)
+        # While the last product runs: the first part to be added.
+        inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, Q_ROWS).to(gl.int32)
+        if PARTS > 0:
+            positions = item_positions(facts, slot, own)
+            places, there = find_part(facts, slot, 0, positions, inside, PARTS)
+            part = load_part(PART_DQ, places, there, d, D, BLOCK_D)
         dq_sum, ds = warpgroup_mma_wait(0, deps=(dq, ds))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        mbarrier.arrive(done.index(number & 1), count=1)
-        number += 1
 
-        dq_sum = dq_sum * scale + part
-        for child in range(1, gl.load(row + 24)):
-            places, there = find_part(LAYOUT, OFFSETS, row, child, parts, own_sample, heads, H, G, positions, inside)
-            dq_sum += load_part(PART_DQ, places, there, d, D, BLOCK_D)
-        if FINAL:  # these tiles have all rows: the stride is 1
-            start = ((sample.to(gl.int64) * N + starts[0] + begin) * H + heads[0]) * D
-            store_rows(DQ, dq_sum, start, H * D, numbers, inside, d, D, BLOCK_D)
+        dq_sum = dq_sum * scale
+        if PARTS > 0:
+            for child in range(1, known(facts, slot, CHILDREN).to(gl.int32)):
+                # The next part is asked for before the last one is added.
+                places, there = find_part(facts, slot, child, positions, inside, PARTS)
+                next_part = load_part(PART_DQ, places, there, d, D, BLOCK_D)
+                dq_sum += part
+                part = next_part
+            dq_sum += part
+        place = known(facts, slot, PLACE)
+        if FINAL:
+            store_rows(DQ, dq_sum, (place + half * 64 * H) * D, H * D, numbers, inside, d, D, BLOCK_D)
         else:
-            start = (own_part_row(row, own_sample, heads[0], H, tile) + begin) * D
-            store_rows(PART_DQ, dq_sum, start, D, numbers, inside, d, D, BLOCK_D)
-        row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = following
+            store_rows(PART_DQ, dq_sum, (place + half * 64) * D, D, numbers, inside, d, D, BLOCK_D)
+        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
+        number += 1
 
 
 @gluon.jit(do_not_specialize=["families", "items", "N", "H", "G", "parts"])
@@ -215,6 +257,7 @@ def dq_kernel(
     N, H, G, group, parts, scale_log2, scale,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
     HELD: gl.constexpr,  # how many of q and dout stay in registers
+    PARTS: gl.constexpr,  # at most so many parts are added to each result, a power of 2; or none
 ):  # fmt: skip
     """dq of the items of a table: ``scale * sum_j p_ij (dp_ij - delta_i) k_j``."""
     dtype: gl.constexpr = Q.dtype.element_ty
@@ -223,16 +266,20 @@ def dq_kernel(
         allocate_rows(dtype, 2, 64, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
+        allocate_numbers(2, 64),
+        allocate_numbers(2, 64),
     )
     bars = (
-        allocate_barriers(2, 2),
+        allocate_barriers(2, 2 + 32),  # two blocks of rows, and statistics by all threads of the producer
         allocate_barriers(2, 1),
         allocate_barriers(STAGES, 1),
         allocate_barriers(STAGES, 2),
         allocate_barriers(STAGES, 1),
         allocate_barriers(STAGES, 2),
+        allocate_barriers(2, 1),
         allocate_barriers(2, 2),
     )
+    facts = allocate_facts(PARTS)
     fence_async_shared()
     q_strides = q_stride_b, q_stride_n, q_stride_h
     k_strides = k_stride_b, k_stride_n, k_stride_h
@@ -243,7 +290,7 @@ def dq_kernel(
     tables = TABLE, LAYOUT, OFFSETS
     sizes = N, H, G, parts
     gl.warp_specialize([
-        (_compute_dq, (gl.constexpr(0), results, statistics, tables, families, items, group, sizes, scale_log2, scale, smem, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD)),
-        (_compute_dq, (gl.constexpr(1), results, statistics, tables, families, items, group, sizes, scale_log2, scale, smem, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD)),
-        (_produce_dq, ((Q, K, V, DOUT), TABLE, families, items, group, q_strides, k_strides, v_strides, dout_strides, smem, bars, D, BLOCK_D, BLOCK_N, STAGES)),
+        (_compute_dq, (gl.constexpr(0), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS)),
+        (_compute_dq, (gl.constexpr(1), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS)),
+        (_produce_dq, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, PARTS)),
     ], [4, 1], [232, 40])  # fmt: skip

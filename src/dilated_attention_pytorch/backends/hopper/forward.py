@@ -12,22 +12,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dilated_attention_pytorch.backends.hopper.pieces import (
+    CAUSAL,
+    CHILDREN,
+    FIRST,
+    K_ROWS,
+    LSE_PLACE,
+    PLACE,
+    Q_ROWS,
+    ZERO_KEYS,
     address,
     allocate_barriers,
+    allocate_facts,
     allocate_rows,
     find_item,
     find_part,
     hold,
+    item_positions,
     key_blocks,
+    known,
+    leave,
+    leave_parts,
     load_part,
     load_rows,
+    look_up_parts,
+    result_row,
     row_descriptor,
     seen_keys,
     store_rows,
-    tile_positions,
     wait_held,
 )
-from dilated_attention_pytorch.backends.triton.primitives import LN_2, own_part_row
+from dilated_attention_pytorch.backends.triton.primitives import LN_2
 
 
 @gluon.jit
@@ -37,7 +51,7 @@ def _load_item(
 ):  # fmt: skip
     """Ask for the query rows of both groups, then for keys and values, block by block as room comes free."""
     q_smem, k_smem, v_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _, _ = bars
     q_desc = row_descriptor(q_at, q_rows, steps[0], D, 64, BLOCK_D)
     k_desc = row_descriptor(k_at, k_rows, steps[1], D, BLOCK_N, BLOCK_D)
     v_desc = row_descriptor(v_at, k_rows, steps[2], D, BLOCK_N, BLOCK_D)
@@ -57,25 +71,44 @@ def _load_item(
 
 @gluon.jit
 def _produce(
-    tensors, TABLE, families, items, group, q_strides, k_strides, v_strides, smem, bars,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    tensors, tables, families, items, group, sizes, q_strides, k_strides, v_strides, smem, facts, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     Q, K, V = tensors
-    done = bars[6]
+    N, H, G, parts = sizes
+    facts_full, done = bars[6], bars[7]
     counter = 0  # blocks of keys so far
     number = 0  # items so far
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _, first, heads, _, sample, _, starts, q_rows, k_rows, stride, causal = find_item(
-            TABLE, families, item, group, False
+        row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
+            tables[0], families, item, group, False
         )
+        zero_keys = gl.load(row + 14)
+        place = result_row(row, own_sample, sample, heads[0], tile, starts[0], first, N, H, FINAL)
+        lse_place = place
+        if FINAL:
+            lse_place = (sample.to(gl.int64) * H + heads[0]) * N + starts[0] + first
+        if PARTS > 0:
+            found = look_up_parts(tables, row, own_sample, heads[0], H, heads[1], G, parts, PARTS)
+        parity = number & 1
+        mbarrier.wait(done.index(parity), (number >> 1 & 1) ^ 1)
+        leave(facts, parity, FIRST, first)
+        leave(facts, parity, Q_ROWS, q_rows)
+        leave(facts, parity, K_ROWS, k_rows)
+        leave(facts, parity, CAUSAL, causal)
+        leave(facts, parity, ZERO_KEYS, zero_keys)
+        leave(facts, parity, PLACE, place)
+        leave(facts, parity, LSE_PLACE, lse_place)
+        if PARTS > 0:
+            leave_parts(facts, parity, row, starts[0], first, stride, found)
+        mbarrier.arrive(facts_full.index(parity), count=1)
         blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N)
         q_at = address(Q, q_strides, sample, starts[0], heads[0])
         k_at = address(K, k_strides, sample, starts[1], heads[1])
         v_at = address(V, v_strides, sample, starts[1], heads[1])
         stride64 = stride.to(gl.int64)
         steps = stride64 * q_strides[1], stride64 * k_strides[1], stride64 * v_strides[1]
-        parity = number & 1
-        mbarrier.wait(done.index(parity), (number >> 1 & 1) ^ 1)
         if parity == 0:
             counter = _load_item(
                 q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
@@ -113,15 +146,13 @@ def merge(out, lse2, part_out, part_lse2):
 
 @gluon.jit
 def _compute(
-    which: gl.constexpr, results, tables, families, items, group, sizes, scale_log2, smem, bars,
+    which: gl.constexpr, results, items, H, scale_log2, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    HELD: gl.constexpr,
+    HELD: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     PART_OUT, PART_LSE2, OUT, LSE = results
-    TABLE, LAYOUT, OFFSETS = tables
-    N, H, G, parts = sizes
     q_smem, k_smem, v_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, done = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, facts_full, done = bars
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
@@ -129,18 +160,21 @@ def _compute(
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
+    own = which * 64 + numbers  # in an item
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O))
     counter = 0
     number = 0
-    row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
-        TABLE, families, gl.program_id(0), group, False
-    )
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        slot = number & 1
+        mbarrier.wait(facts_full.index(slot), number >> 1 & 1)
+        first = known(facts, slot, FIRST).to(gl.int32)
+        k_rows = known(facts, slot, K_ROWS).to(gl.int32)
+        causal = known(facts, slot, CAUSAL) != 0
         blocks, clear_blocks = key_blocks(first, k_rows, causal, BLOCK_N)
         begin = first + which * 64
         seen = seen_keys(begin + gl.arange(0, 64, gl.SliceLayout(1, S)), k_rows, causal)
         # Zero keys have logit 0 and value 0: they only start the denominator.
-        zero_keys = gl.load(row + 14).to(gl.float32)
+        zero_keys = known(facts, slot, ZERO_KEYS).to(gl.float32)
         m2 = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + gl.where(zero_keys > 0, 0.0, float("-inf"))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + zero_keys
         acc = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
@@ -181,39 +215,41 @@ def _compute(
             mbarrier.arrive(q_empty.index(which), count=1)
         mbarrier.wait(v_full.index(stage), phase)
         acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
-        # While the last product runs: the first part to be added, and the next item.
-        inside = (begin + numbers) < q_rows
-        positions = tile_positions(row, starts[0], begin, stride, numbers)
-        places, there = find_part(LAYOUT, OFFSETS, row, 0, parts, own_sample, heads, H, G, positions, inside)
-        part_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
-        part_out = load_part(PART_OUT, places, there, d, D, BLOCK_D)
-        next_item = gl.minimum(item + gl.num_programs(0), items - 1)
-        following = find_item(TABLE, families, next_item, group, False)
+        # While the last product runs: the first part to be added.
+        inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, Q_ROWS).to(gl.int32)
+        if PARTS > 0:
+            positions = item_positions(facts, slot, own)
+            places, there = find_part(facts, slot, 0, positions, inside, PARTS)
+            part_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
+            part_out = load_part(PART_OUT, places, there, d, D, BLOCK_D)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_empty.index(stage), count=1)
-        mbarrier.arrive(done.index(number & 1), count=1)
-        number += 1
 
         total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
         out = acc * (1.0 / total_o)[:, None]
         lse2 = gl.convert_layout(m2, gl.SliceLayout(1, O)) + gl.log2(total_o)
-        out, lse2 = merge(out, lse2, part_out, part_lse2)
-        for child in range(1, gl.load(row + 24)):
-            places, there = find_part(LAYOUT, OFFSETS, row, child, parts, own_sample, heads, H, G, positions, inside)
-            part_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
-            out, lse2 = merge(out, lse2, load_part(PART_OUT, places, there, d, D, BLOCK_D), part_lse2)
-        head = heads[0]
-        if FINAL:  # these tiles have all rows: the stride is 1
-            first_row = starts[0] + begin
-            gl.store(LSE + (sample.to(gl.int64) * H + head) * N + first_row + numbers, lse2 * LN_2, mask=inside)
-            store_rows(
-                OUT, out, ((sample.to(gl.int64) * N + first_row) * H + head) * D, H * D, numbers, inside, d, D, BLOCK_D
-            )
+        if PARTS > 0:
+            for child in range(1, known(facts, slot, CHILDREN).to(gl.int32)):
+                # The next part is asked for before the last one is added, if the registers have room for both.
+                places, there = find_part(facts, slot, child, positions, inside, PARTS)
+                next_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
+                if BLOCK_D == 128:
+                    out, lse2 = merge(out, lse2, part_out, part_lse2)
+                next_out = load_part(PART_OUT, places, there, d, D, BLOCK_D)
+                if BLOCK_D < 128:
+                    out, lse2 = merge(out, lse2, part_out, part_lse2)
+                part_lse2, part_out = next_lse2, next_out
+            out, lse2 = merge(out, lse2, part_out, part_lse2)
+        place = known(facts, slot, PLACE)
+        lse_place = known(facts, slot, LSE_PLACE) + which * 64
+        if FINAL:
+            gl.store(LSE + lse_place + numbers, lse2 * LN_2, mask=inside)
+            store_rows(OUT, out, (place + which * 64 * H) * D, H * D, numbers, inside, d, D, BLOCK_D)
         else:
-            place = own_part_row(row, own_sample, head, H, tile) + begin
-            gl.store(PART_LSE2 + place + numbers, lse2, mask=inside)
-            store_rows(PART_OUT, out, place * D, D, numbers, inside, d, D, BLOCK_D)
-        row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = following
+            gl.store(PART_LSE2 + lse_place + numbers, lse2, mask=inside)
+            store_rows(PART_OUT, out, (place + which * 64) * D, D, numbers, inside, d, D, BLOCK_D)
+        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
+        number += 1
 
 
 @gluon.jit(do_not_specialize=["families", "items", "N", "H", "G", "parts"])
@@ -229,6 +265,7 @@ def forward_kernel(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     FINAL: gl.constexpr,  # write OUT, else parts
     HELD: gl.constexpr,  # q stays in registers
+    PARTS: gl.constexpr,  # at most so many parts are added to each result, a power of 2; or none
 ):  # fmt: skip
     """Attention of the items of a table: blocks of 128 query rows over all keys of their tiles."""
     dtype: gl.constexpr = Q.dtype.element_ty
@@ -244,8 +281,10 @@ def forward_kernel(
         allocate_barriers(STAGES, 2),
         allocate_barriers(STAGES, 1),
         allocate_barriers(STAGES, 2),
+        allocate_barriers(2, 1),
         allocate_barriers(2, 2),
     )
+    facts = allocate_facts(PARTS)
     fence_async_shared()
     strides = (
         (q_stride_b, q_stride_n, q_stride_h),
@@ -256,7 +295,7 @@ def forward_kernel(
     tables = TABLE, LAYOUT, OFFSETS
     sizes = N, H, G, parts
     gl.warp_specialize([
-        (_compute, (gl.constexpr(0), results, tables, families, items, group, sizes, scale_log2, smem, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD)),
-        (_compute, (gl.constexpr(1), results, tables, families, items, group, sizes, scale_log2, smem, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD)),
-        (_produce, ((Q, K, V), TABLE, families, items, group, strides[0], strides[1], strides[2], smem, bars, D, BLOCK_D, BLOCK_N, STAGES)),
+        (_compute, (gl.constexpr(0), results, items, H, scale_log2, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS)),
+        (_compute, (gl.constexpr(1), results, items, H, scale_log2, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS)),
+        (_produce, ((Q, K, V), tables, families, items, group, sizes, strides[0], strides[1], strides[2], smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, PARTS)),
     ], [4, 1], [232, 40])  # fmt: skip

@@ -7,19 +7,34 @@ hand: a base, a number of rows, a stride. So every rate, offset and ragged end i
 
 A descriptor lies in memory that belongs to its place in the program, and the accelerator reads it when it loads. Hence two
 places, for even and odd items, and a barrier that says when an item is done and its place may be written again.
+
+Only the producer reads the tables. It is ahead of the groups, so nobody waits for its loads and divisions; what a group has
+to know about an item (FACTS, PART_FACTS) it reads from shared memory, where it has two places as well.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma, warpgroup_mma_wait
 
-from dilated_attention_pytorch.backends.triton.primitives import find_family, locate, part_rows
+from dilated_attention_pytorch.backends.triton.primitives import (
+    find_family,
+    locate,
+    own_part_row,
+    part_facts,
+    part_places,
+)
 
-# Triton 3.9 renamed it.
+# Triton 3.9 renamed them.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+reshaped = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 ROWS = gl.constexpr(128)  # of an item: two groups of 64
+# What the producer leaves of an item, and of each part to be added (see primitives.part_facts).
+FACTS = gl.constexpr(10)
+FIRST, Q_ROWS, K_ROWS, CAUSAL, ZERO_KEYS, PLACE, LSE_PLACE, POSITION, STRIDE, CHILDREN = map(gl.constexpr, range(10))
+PART_FACTS = gl.constexpr(5)
 
 
 @gluon.jit
@@ -88,6 +103,22 @@ def load_rows(desc, first, full, smem, index):
 
 
 @gluon.jit
+def allocate_numbers(BUFFERS: gl.constexpr, BLOCK: gl.constexpr):
+    """Shared memory for a number per row."""
+    return gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def copy_statistics(statistics, first, rows, stride, lse_smem, delta_smem, full, BLOCK: gl.constexpr):
+    """Start to load lse and delta of rows from ``first`` on; all threads of the producer arrive. Behind the end: the last."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers = gl.minimum(first + gl.arange(0, BLOCK, LINE), rows - 1) * stride
+    copy_elements(lse_smem, statistics[0] + numbers)
+    copy_elements(delta_smem, statistics[1] + numbers)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
 def hold(smem, layout: gl.constexpr, IN_REGISTERS: gl.constexpr):
     """The left side of a product: read from shared memory once, or by each product."""
     if IN_REGISTERS:
@@ -110,12 +141,6 @@ def wait_held(pending: gl.constexpr, product, left, IN_REGISTERS: gl.constexpr):
 
 
 @gluon.jit
-def tile_positions(row, start, first, stride, numbers):
-    """Where rows of a tile lie in their sequence."""
-    return start + first * stride + gl.load(row + 17).to(gl.int32) + numbers * stride
-
-
-@gluon.jit
 def element_mask(inside, d, D: gl.constexpr, BLOCK_D: gl.constexpr):
     """Which elements of a block of rows exist."""
     mask = inside[:, None] & (d >= 0)[None, :]
@@ -125,16 +150,81 @@ def element_mask(inside, d, D: gl.constexpr, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def find_part(LAYOUT, OFFSETS, row, child, parts, own_sample, heads, result_heads, G, positions, inside):
-    """Where a child of the item's group keeps these positions, and which of them it has."""
-    there_are = child < gl.load(row + 24)
-    part = gl.load(row + 23) + gl.where(there_are, child, 0)
-    sequence = gl.load(row + 16)
-    head = heads[0]
-    places, there = part_rows(
-        LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, result_heads, heads[1], G, positions
+def allocate_facts(PARTS: gl.constexpr):
+    """Shared memory for what the groups know of an item, and of each of the parts to be added: for even and odd items."""
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return (
+        gl.allocate_shared_memory(gl.int64, [2 * FACTS, 1], LINES),
+        gl.allocate_shared_memory(gl.int64, [2 * PART_FACTS, PARTS if PARTS > 0 else 1], LINES),
     )
-    return places, there & inside & there_are
+
+
+@gluon.jit
+def leave(facts, slot, which: gl.constexpr, value):
+    """Write one of the facts of an item; for the producer."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    facts[0].index(slot * FACTS + which).store(gl.full([1], 0, gl.int64, ONE) + value)
+
+
+@gluon.jit
+def known(facts, slot, which: gl.constexpr):
+    """Read one of the facts of an item; for the groups."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.sum(facts[0].index(slot * FACTS + which).load(ONE), 0)
+
+
+@gluon.jit
+def result_row(row, own_sample, sample, head, tile, start, first, length, heads, FINAL: gl.constexpr):
+    """Where the first row of an item goes: a row of the (B, length, heads) rows of the result, or a row of the parts."""
+    if FINAL:  # these tiles have all rows: the stride is 1
+        return (sample.to(gl.int64) * length + start + first) * heads + head
+    else:
+        return own_part_row(row, own_sample, head, heads, tile) + first
+
+
+@gluon.jit
+def look_up_parts(tables, row, own_sample, head, heads, key_head, G, parts, PARTS: gl.constexpr):
+    """The part_facts of all parts to be added to an item at once, one by each thread of the producer."""
+    _, LAYOUT, OFFSETS = tables
+    child = gl.arange(0, PARTS, gl.BlockedLayout([1], [32], [1], [0]))
+    part = gl.load(row + 23) + gl.minimum(child, gl.load(row + 24) - 1)  # the last one again where there are no more
+    return part_facts(LAYOUT, OFFSETS, part, parts, gl.load(row + 16), own_sample, head, heads, key_head, G)
+
+
+@gluon.jit
+def leave_parts(facts, slot, row, start, first, stride, found):
+    """Write what look_up_parts has found, and the position of the item's first row."""
+    leave(facts, slot, POSITION, start + first * stride + gl.load(row + 17))
+    leave(facts, slot, STRIDE, stride)
+    leave(facts, slot, CHILDREN, gl.load(row + 24))
+    for i in gl.static_range(PART_FACTS):
+        facts[1].index(slot * PART_FACTS + i).store(found[i].to(gl.int64))
+
+
+@gluon.jit
+def _known_of_part(flat, slot, which: gl.constexpr, child, PARTS: gl.constexpr):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.sum(flat.index((slot * PART_FACTS + which) * PARTS + child).load(ONE), 0)
+
+
+@gluon.jit
+def find_part(facts, slot, child, positions, inside, PARTS: gl.constexpr):
+    """Where a part to be added has these positions, and which of them it has."""
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    flat = reshaped(facts[1], gl.int64, [2 * PART_FACTS * PARTS, 1], LINES)
+    first = _known_of_part(flat, slot, 0, child, PARTS)
+    capacity = _known_of_part(flat, slot, 1, child, PARTS).to(gl.int32)
+    w = _known_of_part(flat, slot, 2, child, PARTS).to(gl.int32)
+    r = _known_of_part(flat, slot, 3, child, PARTS).to(gl.int32)
+    offset = _known_of_part(flat, slot, 4, child, PARTS).to(gl.int32)
+    places, there = part_places(first, capacity, w, r, offset, positions)
+    return places, there & inside
+
+
+@gluon.jit
+def item_positions(facts, slot, numbers):
+    """Where rows of an item, by their numbers in it, lie in their sequence."""
+    return known(facts, slot, POSITION).to(gl.int32) + numbers * known(facts, slot, STRIDE).to(gl.int32)
 
 
 @gluon.jit

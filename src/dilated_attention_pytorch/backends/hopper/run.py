@@ -18,12 +18,14 @@ from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
 from dilated_attention_pytorch.backends.triton.launch import launch
-from dilated_attention_pytorch.backends.triton.tables import Work, work
+from dilated_attention_pytorch.backends.triton.tables import Launch, Work, work
 from dilated_attention_pytorch.problem import Problem
 from dilated_attention_pytorch.tiles import positive_scale
 
 # Per thread at the start: 12 warps share 65,536. The computing ones then take some from the loading one.
 _START_REGISTERS = 168
+# Kernels that add parts have room in shared memory for what is known of this many, or of a larger power of 2.
+LEAST_PARTS = 8
 
 
 @cache
@@ -62,13 +64,13 @@ def launch_persistent(
         with_scratch(lambda: launch(kernel, programs, tensors, numbers, constants))
 
 
-def _launch(todo: Work, attend: Callable[[int, Tensor, bool], None], add_parts: Callable[[int, Tensor], None]) -> None:
+def _launch(todo: Work, attend: Callable[[Launch], None], add_parts: Callable[[int, Tensor], None]) -> None:
     """All launches, those that only add up parts by ``add_parts``."""
 
     def both() -> None:
         for one in todo.launches:
             if one.attends:
-                attend(one.programs, one.table, one.final)
+                attend(one)
             else:
                 add_parts(one.programs, one.table)
 
@@ -85,6 +87,17 @@ def constants(config: Config, x: Tensor) -> dict[str, Any]:
         "num_warps": 4,
         "maxnreg": _START_REGISTERS,
     }
+
+
+def stages(config: Config, parts: int) -> int:
+    """Blocks in flight: what is known of many parts takes the room of one."""
+    return config.stages - (parts > LEAST_PARTS)
+
+
+def _table_constants(config: Config, x: Tensor, one: Launch) -> dict[str, Any]:
+    # Few different numbers, so that few kernels are compiled.
+    parts = max(LEAST_PARTS, triton.next_power_of_2(one.children)) if one.children else 0
+    return {**constants(config, x), "STAGES": stages(config, parts), "FINAL": one.final, "PARTS": parts}
 
 
 def scaled_query(query: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -105,14 +118,14 @@ def forward(
     tensors = (query, key, value, *run.forward_buffers(problem, query, todo))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
 
-    def attend(items: int, table: Tensor, final: bool) -> None:
+    def attend(one: Launch) -> None:
         numbers = (
-            table.shape[0], items, *strides, problem.queries, problem.heads, problem.key_heads,
+            one.table.shape[0], one.programs, *strides, problem.queries, problem.heads, problem.key_heads,
             problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E,
         )  # fmt: skip
-        mode = {"BLOCK_N": chosen.block, "FINAL": final, **constants(chosen, query)}
-        programs = min(items, _multiprocessors(query.device))
-        launch(forward_kernel, programs, (*tensors, table, todo.layout, todo.offsets), numbers, mode)
+        mode = {"BLOCK_N": chosen.block, **_table_constants(chosen, query, one)}
+        programs = min(one.programs, _multiprocessors(query.device))
+        launch(forward_kernel, programs, (*tensors, one.table, todo.layout, todo.offsets), numbers, mode)
 
     def add_parts(programs: int, table: Tensor) -> None:
         run.launch_forward(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
@@ -139,14 +152,14 @@ def dq(
     tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
 
-    def attend(items: int, table: Tensor, final: bool) -> None:
+    def attend(one: Launch) -> None:
         numbers = (
-            table.shape[0], items, *strides, problem.queries, problem.heads, problem.key_heads,
+            one.table.shape[0], one.programs, *strides, problem.queries, problem.heads, problem.key_heads,
             problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
         )  # fmt: skip
-        mode = {"BLOCK_N": chosen.block, "FINAL": final, **constants(chosen, query)}
-        programs = min(items, _multiprocessors(query.device))
-        launch(dq_kernel, programs, (*tensors, table, todo.layout, todo.offsets), numbers, mode)
+        mode = {"BLOCK_N": chosen.block, **_table_constants(chosen, query, one)}
+        programs = min(one.programs, _multiprocessors(query.device))
+        launch(dq_kernel, programs, (*tensors, one.table, todo.layout, todo.offsets), numbers, mode)
 
     def add_parts(programs: int, table: Tensor) -> None:
         run.launch_dq(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
@@ -173,14 +186,14 @@ def dkv(
     tensors = (query, key, value, dout, lse, delta, *run.dkv_buffers(key, value, todo))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
 
-    def attend(items: int, table: Tensor, final: bool) -> None:
+    def attend(one: Launch) -> None:
         numbers = (
-            table.shape[0], items, *strides, problem.queries, problem.keys, problem.heads, problem.key_heads,
+            one.table.shape[0], one.programs, *strides, problem.queries, problem.keys, problem.heads, problem.key_heads,
             problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
         )  # fmt: skip
-        mode = {"BLOCK_M": chosen.block, "OVERLAP": chosen.overlap, "FINAL": final, **constants(chosen, query)}
-        programs = min(items, _multiprocessors(query.device))
-        launch(dkv_kernel, programs, (*tensors, table, todo.layout, todo.offsets), numbers, mode)
+        mode = {"BLOCK_M": chosen.block, "OVERLAP": chosen.overlap, **_table_constants(chosen, query, one)}
+        programs = min(one.programs, _multiprocessors(query.device))
+        launch(dkv_kernel, programs, (*tensors, one.table, todo.layout, todo.offsets), numbers, mode)
 
     def add_parts(programs: int, table: Tensor) -> None:
         run.launch_dkv(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)

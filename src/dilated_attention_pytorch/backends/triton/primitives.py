@@ -74,19 +74,35 @@ def own_part_row(row, own_sample, head, heads, tile):
 
 
 @triton.jit
-def part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, heads, key_head, key_heads, positions):
-    """Where a group keeps its results for these positions, and which of them it has: see tables.py."""
+def part_facts(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, heads, key_head, key_heads):
+    """What is the same for all rows of a head of a sample in a group's layout of parts: see tables.py.
+
+    Returns where row number 0 of segment 0 would lie, and capacity, segment length, rate and offset.
+    """
     entry = LAYOUT + (sequence * parts + part) * 7
-    w = tl.load(entry + 3).to(tl.int32)
-    r = tl.load(entry + 4).to(tl.int32)
+    capacity = tl.load(entry + 2)
+    first = tl.load(entry) + ((own_sample * heads + head) * tl.load(entry + 1) - tl.load(entry + 5)) * capacity
+    first -= tl.load(entry + 6)
     offset = tl.load(OFFSETS + part * key_heads + key_head).to(tl.int32)
+    return first, capacity.to(tl.int32), tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32), offset
+
+
+@triton.jit
+def part_places(first, capacity, w, r, offset, positions):
+    """Where a group keeps its results for these positions, and which of them it has."""
     segment = positions // w
     inside = positions - segment * w - offset
     number = inside // r
-    capacity = tl.load(entry + 2)
-    first = tl.load(entry) + ((own_sample * heads + head) * tl.load(entry + 1) - tl.load(entry + 5)) * capacity
-    places = first + segment.to(tl.int64) * capacity + number - tl.load(entry + 6)
-    return places, (inside >= 0) & (inside == number * r)
+    return first + segment.to(tl.int64) * capacity + number, (inside >= 0) & (inside == number * r)
+
+
+@triton.jit
+def part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, heads, key_head, key_heads, positions):
+    """``part_places`` of a group by its number."""
+    first, capacity, w, r, offset = part_facts(
+        LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, heads, key_head, key_heads
+    )
+    return part_places(first, capacity, w, r, offset, positions)
 
 
 @triton.jit

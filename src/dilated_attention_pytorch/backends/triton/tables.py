@@ -85,6 +85,7 @@ class Launch:
     programs: int
     attends: bool  # else it only adds up parts, for whole sequences
     final: bool  # it writes the result, else parts
+    children: int  # the most parts that are added to a result; 0 if none are, else every family has some
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,9 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) 
                 columns, programs = row(placed, group, programs, block if attends else SUM_ROWS)
                 rows.append(columns)
         table = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(COLUMNS)).to(device)
-        return Launch(table, programs, attends, some_groups == [root])
+        children = [len(tree[group]) for group in some_groups]
+        assert all(children) or not any(children), "the groups of a launch are of one level: with children, or without"
+        return Launch(table, programs, attends, some_groups == [root], max(children, default=0))
 
     launches = [launch([g for g in range(root) if level[g] == some], True) for some in range(level[root])]
     launches.append(launch([root], attends))
@@ -248,8 +251,6 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) 
         ]
         for group in order
     ]
-    if not order:  # kernels look at a child before they know that there is none: one entry that nobody has
-        layout, offsets = [(0, 1, 1, 1, 1, 0, 0)], [[0] * problem.key_heads]
     return Work(
         launches=tuple(launch for launch in launches if launch.programs),
         groups=root,
