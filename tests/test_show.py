@@ -74,8 +74,9 @@ def test_perimeters_of_every_order(tmp_path, name, grid, arguments, order):
     assert said_perimeters(result.stdout) == {key: pytest.approx(value, abs=0.051) for key, value in expected.items()}
 
 
-def test_perimeters_of_nothing():
+def test_perimeters_of_nothing_and_of_a_segment_longer_than_the_sequence():
     assert perimeters(torch.empty(0, 2, dtype=torch.int64), 4).tolist() == []
+    assert perimeters(torch.tensor([[2, 0], [5, 1]]), 2**40).tolist() == [12]
 
 
 @pytest.mark.parametrize("name", ["hilbert", "row-major", "zigzag", "striped"])
@@ -133,7 +134,8 @@ def test_the_picture_has_the_curve_the_segments_and_the_query():
         (["--segment-lengths", "64,128", "--dilation-rates", "1"], ["same number", "(64, 128)", "(1,)"]),
         (["--segment-lengths", "0", "--dilation-rates", "1"], ["must be positive"]),
         (["--ranks", 4], ["--ranks belongs to the orders zigzag and striped", "--order hilbert"]),
-        (["--order", "zigzag", "--ranks", 0], ["--ranks must be at least 1", "got 0"]),
+        (["--order", "zigzag", "--ranks", 0], ["--ranks must be from 1 to", "4096, got 0"]),
+        (["--order", "striped", "--grid", "2x3", "--ranks", 7], ["--ranks must be from 1 to", "6, got 7"]),
     ],
 )
 def test_bad_options(tmp_path, arguments, said):

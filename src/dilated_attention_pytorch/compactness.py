@@ -18,6 +18,7 @@ def perimeters(points: Tensor, segment_length: int) -> Tensor:
     n = points.shape[0]
     if n == 0:
         return points.new_zeros(0)
+    segment_length = min(segment_length, n)
     # The last point again and again completes the last segment without making its box larger.
     whole = torch.cat((points, points[-1:].expand(-n % segment_length, -1))).view(-1, segment_length, 2)
     return 2 * (whole.amax(1) - whole.amin(1) + 1).sum(-1)

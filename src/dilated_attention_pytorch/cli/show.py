@@ -82,9 +82,9 @@ def make_order(name: str, view: View, ranks: int | None) -> Order:
         raise ValueError(f"--order must be one of {', '.join(ORDERS)}, got {name!r}")
     n = view.height * view.width
     if name in _OF_RANKS:
-        ranks = _DEFAULT_RANKS if ranks is None else ranks
-        if ranks < 1:
-            raise ValueError(f"--ranks must be at least 1, got {ranks}")
+        ranks = min(_DEFAULT_RANKS, n) if ranks is None else ranks
+        if not 1 <= ranks <= n:
+            raise ValueError(f"--ranks must be from 1 to the number of tokens, {n}, got {ranks}")
         return _OF_RANKS[name](n, ranks)
     if ranks is not None:
         raise ValueError(f"--ranks belongs to the orders {' and '.join(_OF_RANKS)}; leave it out with --order {name}")
