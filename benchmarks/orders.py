@@ -1,8 +1,11 @@
 """Orders on the CPU: how compact segments are along a Hilbert curve against row by row, and what making orders costs.
 
     python benchmarks/orders.py [--quick]
+    pip install --no-deps scikit-image==0.26.0 && python benchmarks/orders.py --tissue [--quick]
 
-Writes benchmarks/results/orders.json and docs/orders.svg.
+The first takes a 1024 x 1024 grid and writes benchmarks/results/orders.json and docs/orders.svg. The second takes pixels
+of tissue in a picture that lies in the wheel of scikit-image, scattered points without the background, and writes
+benchmarks/results/orders_tissue.json and docs/orders_tissue.png.
 """
 
 from __future__ import annotations
@@ -14,25 +17,92 @@ import time
 from pathlib import Path
 
 import torch
+from images import picture, wheel_version
+from torch import Tensor
 
-from dilated_attention_pytorch import Hilbert, Identity, Order
+from dilated_attention_pytorch import Hilbert, Identity
+from dilated_attention_pytorch.compactness import perimeters
 
 ROOT = Path(__file__).parent.parent
 SIDE = 1024
 SEGMENTS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-def compactness(order: Order, segment: int, pairs: int = 4096) -> dict[str, float]:
-    """Means over all segments: perimeter of the bounding box, and distance of two of its points (sampled)."""
-    points = torch.stack((order.positions // SIDE, order.positions % SIDE), -1).reshape(-1, segment, 2)
-    sides = points.amax(1) - points.amin(1) + 1
+TISSUE = "ihc.png"
+
+
+def compactness(points: Tensor, segment: int, pairs: int = 4096) -> dict[str, float]:
+    """Means over the whole segments of points (n, 2): perimeter of the bounding box, distance of two points (sampled)."""
+    points = points[: len(points) // segment * segment]
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randint(0, segment, (2, pairs), generator=generator)
-    distance = (points[:, a] - points[:, b]).double().norm(dim=-1)
+    segments = points.view(-1, segment, 2)
+    distance = (segments[:, a] - segments[:, b]).double().norm(dim=-1)
     return {
-        "perimeter": float(2 * sides.sum(-1).double().mean()),
+        "perimeter": float(perimeters(points, segment).double().mean()),
         "distance": float(distance.mean()),
     }
+
+
+def compare(hilbert: Tensor, row_major: Tensor, segments: tuple[int, ...]) -> list[dict]:
+    """The compactness of the same points in both orders, for each length of segments."""
+    rows = []
+    for segment in segments:
+        row = {
+            "segment": segment,
+            "hilbert": compactness(hilbert, segment),
+            "row_major": compactness(row_major, segment),
+        }
+        row["perimeter_ratio"] = row["row_major"]["perimeter"] / row["hilbert"]["perimeter"]
+        row["distance_ratio"] = row["row_major"]["distance"] / row["hilbert"]["distance"]
+        rows.append(row)
+        print(json.dumps(row))
+    return rows
+
+
+def otsu(grey: Tensor) -> int:
+    """The grey level from which pixels are background: that which parts the levels into two groups best (Otsu, 1979)."""
+    count = torch.bincount(grey.flatten().long(), minlength=256).double()
+    below, total = count.cumsum(0), (count * torch.arange(256)).cumsum(0)
+    above = below[-1] - below
+    between = (total[-1] * below / below[-1] - total).square() / (below * above).clamp(min=1.0)
+    return int(between.argmax()) + 1
+
+
+def tissue(quick: bool) -> None:
+    grey = picture(TISSUE)
+    threshold = otsu(grey)
+    points = (grey < threshold).nonzero()  # (n, 2), row by row
+    along = Hilbert.coordinates(points).permute(points, dim=0)
+    print(f"{TISSUE}: {len(points):,} of {grey.numel():,} pixels are darker than {threshold}")
+    rows = compare(along, points, SEGMENTS[:2] if quick else SEGMENTS)
+    if quick:
+        return
+    result = {
+        "command": "python benchmarks/orders.py --tissue",
+        "scikit_image": wheel_version(),
+        "picture": TISSUE,
+        "size": list(grey.shape),
+        "threshold": threshold,
+        "points": len(points),
+        **versions(),
+        "compactness": rows,
+    }
+    write("orders_tissue.json", result)
+    plot_tissue(rows, points, along, tuple(grey.shape))
+
+
+def versions() -> dict:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def write(name: str, result: dict) -> None:
+    (ROOT / "benchmarks" / "results" / name).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def seconds(make) -> float:
@@ -81,45 +151,65 @@ def plot(rows: list[dict]) -> None:
         curve.plot(some % 16, some // 16, marker="o", markersize=3)
     curve.set(title="16 x 16 along the curve, segments of 32", aspect="equal", xticks=[], yticks=[])
     curve.invert_yaxis()
-    for name, label in (("row_major", "row by row"), ("hilbert", "Hilbert")):
-        boxes.loglog([row["segment"] for row in rows], [row[name]["perimeter"] for row in rows], "o-", label=label)
-    boxes.set(title=f"{SIDE} x {SIDE} grid", xlabel="tokens of a segment", ylabel="mean perimeter of its bounding box")
-    boxes.legend()
+    plot_perimeters(boxes, rows)
+    boxes.set_title(f"{SIDE} x {SIDE} grid")
     figure.tight_layout()
     figure.savefig(ROOT / "docs" / "orders.svg", metadata={"Date": None})
+
+
+def plot_perimeters(axes, rows: list[dict]) -> None:
+    for name, label in (("row_major", "row by row"), ("hilbert", "Hilbert")):
+        axes.loglog([row["segment"] for row in rows], [row[name]["perimeter"] for row in rows], "o-", label=label)
+    axes.set(xlabel="tokens of a segment", ylabel="mean perimeter of bounding box")
+    axes.legend()
+
+
+def plot_tissue(rows: list[dict], row_major: Tensor, hilbert: Tensor, size: tuple[int, int], segment: int = 1024) -> None:
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.9), layout="constrained")
+    whole, lines, curve, boxes = figure.subplots(1, 4)
+    whole.imshow(picture(TISSUE, "RGB").numpy())
+    whole.set_title(TISSUE)
+    colours = torch.tensor(colormaps["tab20"].colors)
+    for axes, points, title in ((lines, row_major, "row by row"), (curve, hilbert, "Hilbert")):
+        drawn = torch.ones(*size, 3)
+        drawn[points[:, 0], points[:, 1]] = colours[torch.arange(len(points)) // segment % len(colours)].to(drawn)
+        axes.imshow(drawn.numpy(), interpolation="nearest")
+        axes.set_title(f"segments of {segment:,}, {title}", fontsize=11)
+    for axes in (whole, lines, curve):
+        axes.set(xticks=[], yticks=[])
+    plot_perimeters(boxes, rows)
+    boxes.set_box_aspect(1)
+    figure.savefig(ROOT / "docs" / "orders_tissue.png", dpi=80)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, nothing written")
+    parser.add_argument("--tissue", action="store_true", help="pixels of tissue, not a grid")
     options = parser.parse_args()
+    if options.tissue:
+        tissue(options.quick)
+        return
     measured = times(options.quick)
     print(json.dumps(measured))
-    hilbert, row_major = Hilbert.grid(SIDE, SIDE), Identity(SIDE * SIDE)
-    rows = []
-    for segment in SEGMENTS[:2] if options.quick else SEGMENTS:
-        row = {
-            "segment": segment,
-            "hilbert": compactness(hilbert, segment),
-            "row_major": compactness(row_major, segment),
-        }
-        row["perimeter_ratio"] = row["row_major"]["perimeter"] / row["hilbert"]["perimeter"]
-        row["distance_ratio"] = row["row_major"]["distance"] / row["hilbert"]["distance"]
-        rows.append(row)
-        print(json.dumps(row))
+    hilbert, row_major = (
+        torch.stack((order.positions // SIDE, order.positions % SIDE), -1)
+        for order in (Hilbert.grid(SIDE, SIDE), Identity(SIDE * SIDE))
+    )
+    rows = compare(hilbert, row_major, SEGMENTS[:2] if options.quick else SEGMENTS)
     if options.quick:
         return
     result = {
         "command": "python benchmarks/orders.py",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
+        **versions(),
         "grid": [SIDE, SIDE],
         "compactness": rows,
         "seconds": measured,
     }
-    (ROOT / "benchmarks" / "results" / "orders.json").write_text(json.dumps(result, indent=1) + "\n")
+    write("orders.json", result)
     plot(rows)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -13,6 +13,10 @@ from rich.console import Console
 
 from dilated_attention_pytorch.cli import report
 from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
+from dilated_attention_pytorch.cli.show import ORDERS, make_order, make_view
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Errors in plain text: panels are hard to read in a log, and a traceback belongs to Python, not to a drawing of it.
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -69,13 +73,46 @@ def demo(
         "scaling.png": pictures.scaling_picture(rows, title),
     }
     for name, figure in figures.items():
-        try:
-            pictures.save(figure, output / name)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            typer.echo(f"{output / name} could not be written: {reason}; choose another folder with --output.", err=True)
-            raise typer.Exit(1) from None
-        console.print(f"Picture: {output / name}")
+        _save(console, figure, output / name, "folder")
+
+
+@app.command()
+def show(
+    order: Annotated[str, typer.Option(help=f"{', '.join(ORDERS)}; zigzag and striped are layouts of ranks.")] = "hilbert",
+    grid: Annotated[str, typer.Option(help="HEIGHTxWIDTH of the tokens.")] = "64x64",
+    segment_lengths: Annotated[str | None, typer.Option(help="Of the pattern: integers with commas between them.")] = None,
+    dilation_rates: Annotated[str | None, typer.Option(help="As many as segment lengths.")] = None,
+    query: Annotated[str | None, typer.Option(help="ROW,COLUMN of the query to look at.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Of zigzag and striped; 4 if left out.")] = None,
+    output: Annotated[Path, typer.Option(help="The file of the picture, a PNG.")] = Path("order.png"),
+) -> None:
+    """Draw an order of the tokens of a grid, its segments against row-major ones, and what one query sees."""
+    from dilated_attention_pytorch.cli.order_pictures import order_picture
+
+    try:
+        view = make_view(grid, segment_lengths, dilation_rates, query)
+        orders = {order: make_order(order, view, ranks), "row-major": make_order("row-major", view, None)}
+    except ValueError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from None
+    console = Console(highlight=False, soft_wrap=True)
+    length = view.pattern.segment_lengths[0]
+    console.print(f"{view.height} x {view.width} tokens, segments of {length:,}: mean perimeter of the bounding box")
+    for name, one in orders.items():
+        console.print(f"  {name:<9}  {view.perimeter(one):10,.1f}")
+    _save(console, order_picture(orders, view), output, "file")
+
+
+def _save(console: Console, figure: Figure, path: Path, kind: str) -> None:
+    from dilated_attention_pytorch.cli import pictures
+
+    try:
+        pictures.save(figure, path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        typer.echo(f"{path} could not be written: {reason}; choose another {kind} with --output.", err=True)
+        raise typer.Exit(1) from None
+    console.print(f"Picture: {path}")
 
 
 def _title(settings: Settings) -> str:
