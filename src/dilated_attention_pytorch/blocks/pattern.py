@@ -145,13 +145,15 @@ class SparsePatternConfig:
         """The query blocks ``first .. blocks - 1`` with their budgets."""
         return rules.Rows.of(self.ratio, first, blocks, is_causal)
 
-    def lists(self, first: int, blocks: int, is_causal: bool) -> BlockLists:
-        """The lists of the query blocks ``first .. blocks - 1`` of a sequence of so many blocks; not of ``"adaptive"``.
+    def lists(self, first: int, blocks: int, is_causal: bool, stop: int | None = None) -> BlockLists:
+        """The lists of the query blocks from ``first`` on of a sequence of so many blocks; not of ``"adaptive"``.
+
+        All of them, or those before ``stop``.
 
         >>> SparsePatternConfig("local_window", 0.5).lists(2, 4, is_causal=True).indices.tolist()
         [1, 2, 2, 3]
         """
-        size, rows = self.block_size, self.rows(first, blocks, is_causal)
+        size, rows = self.block_size, self.rows(first, blocks, is_causal)[: (blocks if stop is None else stop) - first]
         if self.pattern_type == "local_window":
             pieces = rules.local_window(rows)
         elif self.pattern_type == "global_local":
