@@ -112,7 +112,7 @@ def attention(
         query: (B, N, H, D); row ``a`` is position ``a + M - N``, so with ``N < M`` the queries are the last positions.
         key, value: (B, M, G, D) with ``H % G == 0``; query head ``h`` reads key head ``h // (H // G)``.
         pattern: which positions meet, for example ``Dilated([2048, 4096], [1, 2])``; or a ``BlockSparse``, which has
-            neither dropout nor ``group`` nor mixing gradients and runs on ``"sdpa"``, ``"eager"`` and ``"reference"``.
+            neither dropout nor mixing gradients nor an ``order`` and runs on ``"sdpa"``, ``"eager"`` and ``"reference"``.
         is_causal: a position sees itself and earlier ones only.
         scale: of the scores; ``D ** -0.5`` by default.
         dropout_p: probability of dropping a weight. Whether ``(sample, head, i, j, branch)`` is kept depends on ``seed``
@@ -136,7 +136,8 @@ def attention(
             ``distributed.Shards``, by which every rank knows the rows of all: ranks then compare their arguments only at
             the first call with them, and a rank that refuses its arguments later is waited for until the group's timeout.
         bucket_size: with ``group``, rows per message, per key head and sample; by default a sixteenth of the longest
-            shard, at least 512. Two messages each way exist at a time.
+            shard, at least 512. Two messages each way exist at a time. Not for ``BlockSparse``: there, the rows that a rank
+            reads of another are one message.
         transport: with ``group``, ``"ring"`` (one message under way while one is computed with), ``"allgather"`` (all
             messages at once, in memory for all of them), ``"ulysses"`` (heads instead of rows, for one dense segment) or
             ``"auto"`` (by ``distributed.cost``).
@@ -164,17 +165,8 @@ def attention(
     >>> order.unpermute(ordered).equal(out)
     True
     """
-    if isinstance(pattern, BlockSparse):
-        check_no_sharding(layout=layout, bucket_size=bucket_size, transport=transport, comm_dtype=comm_dtype)
-        if order is not None:
-            raise ValueError(
-                "a block-sparse pattern takes no order so far; permute the tensors, which is exact if not causal"
-            )
-        out, block_lse = block_attention(
-            query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
-            cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend, group=group,
-        )  # fmt: skip
-        return (out, block_lse) if return_lse else out
+    if isinstance(pattern, BlockSparse) and order is not None:
+        raise ValueError("a block-sparse pattern takes no order so far; permute the tensors, which is exact if not causal")
     if group is not None:
         if order is not None:
             check_order(order, query, key, lengths, cu_seqlens, group)  # refuses
@@ -187,6 +179,13 @@ def attention(
             cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend, return_lse=return_lse,
         )  # fmt: skip
         return out if sharded_lse is None or not return_lse else (out, sharded_lse)
+    if isinstance(pattern, BlockSparse):
+        check_no_sharding(layout=layout, bucket_size=bucket_size, transport=transport, comm_dtype=comm_dtype)
+        out, block_lse = block_attention(
+            query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
+            cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend,
+        )  # fmt: skip
+        return (out, block_lse) if return_lse else out
     query, key, value, used_scale = prepare(
         query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
         cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient,

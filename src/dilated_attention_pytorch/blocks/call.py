@@ -18,7 +18,7 @@ from dilated_attention_pytorch.merge import accumulate_dtype
 from dilated_attention_pytorch.spans import Span
 
 
-def _check_served(dropout_p: float, seed: Any, mixing_gradient: str, group: Any) -> None:
+def _check_served(dropout_p: float, seed: Any, mixing_gradient: str) -> None:
     """Raise for what block-sparse patterns do not have."""
     if dropout_p > 0.0 or seed is not None:
         raise ValueError(
@@ -29,8 +29,28 @@ def _check_served(dropout_p: float, seed: Any, mixing_gradient: str, group: Any)
         raise ValueError(
             "mixing_gradient='detached' is about branches of Dilated; block-sparse attention is one softmax: leave it out"
         )
-    if group is not None:
-        raise ValueError("block-sparse attention runs on one device so far: leave out group, or use a Dilated pattern")
+
+
+def prepare_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mixing_gradient: str,
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """What ``checks.prepare`` is for dilated patterns; whether the pattern fits the length is not checked here."""
+    query, key, value = autocast(query, key, value)
+    check_qkv(query, key, value)
+    check_options(scale, dropout_p, mixing_gradient)
+    check_call(query, key, is_causal, seed, lengths, cu_seqlens)
+    _check_served(dropout_p, seed, mixing_gradient)
+    return query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def _choose(backend: str, request: Request) -> str:
@@ -78,17 +98,14 @@ def block_attention(
     cu_seqlens: Tensor | None,
     mixing_gradient: str,
     backend: str,
-    group: Any,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``; see ``attention``."""
-    query, key, value = autocast(query, key, value)
-    check_qkv(query, key, value)
-    check_options(scale, dropout_p, mixing_gradient)
-    check_call(query, key, is_causal, seed, lengths, cu_seqlens)
-    _check_served(dropout_p, seed, mixing_gradient, group)
-    (batch, n, heads, head_dim), m = query.shape, key.shape[1]
+    query, key, value, used_scale = prepare_blocks(
+        query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
+        cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient,
+    )  # fmt: skip
+    (batch, n, heads, _), m = query.shape, key.shape[1]
     pattern.check_call(batch, n, m, heads, is_causal=is_causal, packed=cu_seqlens is not None)
-    used_scale = head_dim**-0.5 if scale is None else float(scale)
     chosen = _choose(backend, Request.of(query, 0.0))
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)

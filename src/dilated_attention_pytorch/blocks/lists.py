@@ -111,6 +111,13 @@ class BlockLists:
             return self
         return replace(self, counts=self.counts[:, heads], starts=self.starts[:, heads])
 
+    def named(self) -> Tensor:
+        """Boolean (K,), on the host: which key blocks any list has."""
+        _, entry = self._entries()
+        named = torch.zeros(self.key_blocks, dtype=torch.bool)
+        named[self.indices.cpu()[entry].long()] = True
+        return named
+
     def mask(self) -> Tensor:
         """Boolean (S, L, Q, K), on the device of the indices."""
         row, entry = self._entries()

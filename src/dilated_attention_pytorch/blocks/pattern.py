@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -238,6 +240,11 @@ class BlockSparse:
         """Whether the choice depends on the content."""
         return self.spec.startswith("adaptive|")
 
+    @property
+    def digest(self) -> str:
+        """The pattern as a short text that two processes can compare: masks by a hash."""
+        return self.spec or _digest(self)
+
     def check_call(self, batch: int, n: int, m: int, heads: int, *, is_causal: bool, packed: bool) -> None:
         """Raise if the pattern cannot serve ``n`` queries over ``m`` positions."""
         if self.given is None:
@@ -262,6 +269,18 @@ class BlockSparse:
                 f"the mask of this pattern has {rows} x {keys} blocks of {size}: got {n} queries and {m} keys, which are "
                 f"{-(-m // size) - (m - n) // size} x {-(-m // size)} blocks; build a mask for this length"
             )
+
+
+@lru_cache(maxsize=32)
+def _digest(pattern: BlockSparse) -> str:
+    shapes, content = [], hashlib.sha256()
+    for lists in (pattern.given, pattern.given_causal):
+        assert lists is not None
+        shapes.append("x".join(map(str, (*lists.counts.shape, lists.key_blocks))))
+        for x in (lists.counts.contiguous(), lists.starts.contiguous(), lists.indices.cpu()):
+            content.update(ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b"")  # NumPy may not be there
+    which = " causal" if pattern.only_causal else ""
+    return f"mask {shapes[0]} of blocks of {pattern.block_size}{which}, {content.hexdigest()[:16]}"
 
 
 def _described(x: Any) -> str:

@@ -291,11 +291,11 @@ def add_gradients_(
     """Add the gradients of ``attend_`` to ``grads`` (dq, dk, dv); ``by_row`` is dout, out and lse (B, N, H)."""
     (q, k, v), (dq, dk, dv) = qkv, grads
     # Sums go to tensors of their own, whose rows follow one another.
-    some = [torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in (k, v)]
+    k_sums, v_sums = (torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in (k, v))
     for call in _calls(lists, positions, q, k, is_causal, limit):
-        _backward_call_(call, *by_row, dlse_bnh, q, k, v, (dq, *some), scale, kernel)
-    dk += some[0]
-    dv += some[1]
+        _backward_call_(call, *by_row, dlse_bnh, q, k, v, (dq, k_sums, v_sums), scale, kernel)
+    dk += k_sums
+    dv += v_sums
 
 
 def _backward_call_(

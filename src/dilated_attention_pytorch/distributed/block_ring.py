@@ -1,0 +1,58 @@
+"""Block-sparse attention over a sharded sequence: what ``ring`` asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from dilated_attention_pytorch.blocks.pattern import BlockSparse
+from dilated_attention_pytorch.distributed.block_work import BlockWork, static_work
+from dilated_attention_pytorch.distributed.cost import Costs, choose_transport
+from dilated_attention_pytorch.distributed.shards import Shards
+from dilated_attention_pytorch.distributed.transport import Wire
+
+
+def check_block_sharding(bucket_size: int | None, transport: str) -> None:
+    """Raise for what a sharded call with a block-sparse pattern does not have."""
+    if bucket_size is not None:
+        raise ValueError(
+            f"the blocks that a rank reads of another come in one message, so there is no bucket_size: got {bucket_size}; "
+            "leave it out"
+        )
+    if transport == "ulysses":
+        raise ValueError(
+            "heads are exchanged (transport='ulysses') for one dense segment only, got a block-sparse pattern; use 'auto', "
+            "'ring' or 'allgather'"
+        )
+
+
+def block_work(
+    query: Tensor,
+    key: Tensor,
+    pattern: BlockSparse,
+    shards: Shards,
+    wire: Wire,
+    scale: float,
+    transport: str,
+    *,
+    is_causal: bool,
+    lengths: tuple[int, ...] | None,
+    cu_seqlens: tuple[int, ...] | None,
+) -> tuple[BlockWork, int | None]:
+    """The work of this rank, and how many messages are under way at a time: see ``Job``."""
+    (batch, n, heads, head_dim), key_heads = query.shape, key.shape[2]
+    shape = batch, heads, key_heads
+    call: dict[str, Any] = {"is_causal": is_causal, "lengths": lengths, "cu_seqlens": cu_seqlens}
+    work = static_work(pattern, shards, wire.rank, shape, query.device, **call)
+    if transport == "auto":
+        transport = _transport(work, shards, 2 * n * (heads + key_heads) * batch, head_dim, query.element_size())
+    return work, None if transport == "allgather" else 1
+
+
+def _transport(work: BlockWork, shards: Shards, shard_rows: int, head_dim: int, element_size: int) -> str:
+    """By the rank that receives most, the same answer on every rank."""
+    world = shards.world_size
+    longest = max(map(shards.rows, range(world)))
+    received = [sum(place.bytes(rank, head_dim, element_size) for place in work.places) for rank in range(world)]
+    return choose_transport(Costs(max(received), world - 1, longest * shard_rows * head_dim * element_size, None))
