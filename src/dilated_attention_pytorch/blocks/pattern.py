@@ -39,6 +39,12 @@ def check_block_size(block_size: Any) -> None:
         raise ValueError(f"block_size must be a power of two from 16 to 256, got {block_size!r}; 128 suits most sequences")
 
 
+def check_ratio(name: str, ratio: Any) -> None:
+    """Raise if this is no fraction of blocks."""
+    if isinstance(ratio, bool) or not isinstance(ratio, float | int) or not 0.0 < ratio <= 1.0:
+        raise ValueError(f"{name} is the fraction of blocks computed, 0 < ratio <= 1, got {ratio!r}; 0.1 computes 10 %")
+
+
 def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} counts tokens: it must be an integer, at least {least}, got {value!r}")
@@ -83,12 +89,8 @@ class SparsePatternConfig:
                 f"pattern_type must be one of {names}, got {self.pattern_type!r}; for a mask of your own use "
                 "BlockSparse.custom(mask, block_size=...)"
             )
-        ratio = self.sparsity_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, float | int) or not 0.0 < ratio <= 1.0:
-            raise ValueError(
-                f"sparsity_ratio is the fraction of blocks computed, 0 < ratio <= 1, got {ratio!r}; 0.1 computes 10 %"
-            )
-        object.__setattr__(self, "sparsity_ratio", float(ratio))
+        check_ratio("sparsity_ratio", self.sparsity_ratio)
+        object.__setattr__(self, "sparsity_ratio", float(self.sparsity_ratio))
         check_block_size(self.block_size)
         _check_count("local_window_size", self.local_window_size, 1)
         _check_count("global_tokens", self.global_tokens, 1)

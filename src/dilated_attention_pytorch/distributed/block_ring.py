@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from dilated_attention_pytorch.blocks.pattern import BlockSparse
-from dilated_attention_pytorch.distributed.block_work import BlockWork, static_work
+from dilated_attention_pytorch.distributed.block_choice import adaptive_places
+from dilated_attention_pytorch.distributed.block_work import BlockWork, make_work, static_work
 from dilated_attention_pytorch.distributed.cost import Costs, choose_transport
 from dilated_attention_pytorch.distributed.shards import Shards
 from dilated_attention_pytorch.distributed.transport import Wire
@@ -44,6 +45,10 @@ def block_work(
     (batch, n, heads, head_dim), key_heads = query.shape, key.shape[2]
     shape = batch, heads, key_heads
     call: dict[str, Any] = {"is_causal": is_causal, "lengths": lengths, "cu_seqlens": cu_seqlens}
+    if pattern.is_adaptive:  # nobody knows how much the others receive
+        places = adaptive_places(query, key, pattern, shards, wire, scale, **call)
+        work = make_work(places, wire.rank, shards.world_size, is_causal=is_causal, device=query.device)
+        return work, None if transport == "allgather" else 1
     work = static_work(pattern, shards, wire.rank, shape, query.device, **call)
     if transport == "auto":
         transport = _transport(work, shards, 2 * n * (heads + key_heads) * batch, head_dim, query.element_size())
