@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -42,22 +43,26 @@ def block_work(
     cu_seqlens: tuple[int, ...] | None,
 ) -> tuple[BlockWork, int | None]:
     """The work of this rank, and how many messages are under way at a time: see ``Job``."""
-    (batch, n, heads, head_dim), key_heads = query.shape, key.shape[2]
-    shape = batch, heads, key_heads
+    (batch, _, heads, head_dim), key_heads = query.shape, key.shape[2]
     call: dict[str, Any] = {"is_causal": is_causal, "lengths": lengths, "cu_seqlens": cu_seqlens}
     if pattern.is_adaptive:  # nobody knows how much the others receive
         places = adaptive_places(query, key, pattern, shards, wire, scale, **call)
         work = make_work(places, wire.rank, shards.world_size, is_causal=is_causal, device=query.device)
         return work, None if transport == "allgather" else 1
-    work = static_work(pattern, shards, wire.rank, shape, query.device, **call)
+    work = static_work(pattern, shards, wire.rank, (batch, heads, key_heads), query.device, **call)
     if transport == "auto":
-        transport = _transport(work, shards, 2 * n * (heads + key_heads) * batch, head_dim, query.element_size())
+        row_bytes = batch * head_dim * query.element_size()
+        costs = traffic(work, shards, head_dim, query.element_size(), 2 * (heads + key_heads) * row_bytes)
+        transport = choose_transport(costs)
     return work, None if transport == "allgather" else 1
 
 
-def _transport(work: BlockWork, shards: Shards, shard_rows: int, head_dim: int, element_size: int) -> str:
-    """By the rank that receives most, the same answer on every rank."""
-    world = shards.world_size
-    longest = max(map(shards.rows, range(world)))
-    received = [sum(place.bytes(rank, head_dim, element_size) for place in work.places) for rank in range(world)]
-    return choose_transport(Costs(max(received), world - 1, longest * shard_rows * head_dim * element_size, None))
+@lru_cache(maxsize=16)
+def traffic(work: BlockWork, shards: Shards, head_dim: int, element_size: int, row_bytes: int) -> Costs:
+    """What a forward sends, on the rank that has most to do: the same answer on every rank.
+
+    ``row_bytes`` are those of a row of queries, keys, values and output.
+    """
+    ranks = range(shards.world_size)
+    received = [sum(place.bytes(rank, head_dim, element_size) for place in work.places) for rank in ranks]
+    return Costs(max(received), len(ranks) - 1, max(map(shards.rows, ranks)) * row_bytes, None)

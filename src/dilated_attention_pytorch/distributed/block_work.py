@@ -155,26 +155,18 @@ def static_places(
     cu_seqlens: tuple[int, ...] | None,
 ) -> tuple[BlockPlace, ...]:
     """The places of a pattern that does not depend on content; ``shape`` is batch, query heads, key heads."""
-    batch, size = shape[0], pattern.block_size
+    size = pattern.block_size
     given = pattern.given_causal if is_causal else pattern.given
     config = None if given is not None else SparsePatternConfig.from_spec(pattern.spec)
     places = []
-    for span in spans(batch, shards.length, shards.length, lengths, cu_seqlens):
+    for span in spans(shape[0], shards.length, shards.length, lengths, cu_seqlens):
         blocks, within = -(-span.length // size), shards.within(range(span.keys.start, span.keys.stop))
         corner = None if given is None else given.part(0, blocks)
-
-        def lists_of(
-            samples: slice, heads: slice, some: range, blocks: int = blocks, corner: BlockLists | None = corner
-        ) -> BlockLists:
-            if corner is None:
-                assert config is not None
-                return config.lists(some.start, blocks, is_causal, some.stop)
-            return corner.of_samples(samples).of_heads(heads).rows(some.start, some.stop)
-
         for samples, queries, keys in shared(span, shape, (1, 1) if given is None else tuple(given.counts.shape[:2])):
+            some = None if corner is None else corner.of_samples(samples).of_heads(queries)
             read, own = [], []
             for p, chunks in enumerate(within.chunks):
-                lists = [lists_of(samples, queries, blocks_of(c, size)) if c else None for c in chunks]
+                lists = [_lists(some or config, blocks_of(c, size), blocks, is_causal) if c else None for c in chunks]
                 named = [() if x is None else named_blocks(x) for x in lists]
                 read.append(positions_read(chunks, named, size, span.length, is_causal=is_causal))
                 if p == rank:
@@ -182,6 +174,14 @@ def static_places(
             schedule = BlockSchedule(within, tuple(read))
             places.append(BlockPlace(samples, queries, keys, span.keys.start, schedule, tuple(own), shards))
     return tuple(places)
+
+
+def _lists(source: BlockLists | SparsePatternConfig | None, rows: range, blocks: int, is_causal: bool) -> BlockLists:
+    """The lists of some query blocks, of a mask or by a rule."""
+    assert source is not None
+    if isinstance(source, BlockLists):
+        return source.rows(rows.start, rows.stop)
+    return source.lists(rows.start, blocks, is_causal, rows.stop)
 
 
 def shared(span: Span, shape: tuple[int, int, int], lists: tuple[int, ...]) -> Iterator[tuple[slice, slice, slice]]:
