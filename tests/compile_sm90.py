@@ -2,6 +2,8 @@
 
     python tests/compile_sm90.py '[["forward", 2, 64, 64, 64, 4, 3]]'     kernel, element size, head size, config
     python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size
+    python tests/compile_sm90.py '[["block forward", 2, 64, 128]]'        kernel, element size, head size, block size
+    python tests/compile_sm90.py '[["one merge", 64]]'                    kernel, head size
 
 A process of its own, because the interpreter that the other tests use must be off when kernels are defined.
 """
@@ -15,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
@@ -27,10 +30,15 @@ from dilated_attention_pytorch.backends.hopper import dkv as hopper_dkv
 from dilated_attention_pytorch.backends.hopper import dq as hopper_dq
 from dilated_attention_pytorch.backends.hopper import forward as hopper_forward
 from dilated_attention_pytorch.backends.hopper import run as hopper_run
-from dilated_attention_pytorch.backends.triton import backward, forward
-from dilated_attention_pytorch.backends.triton.configs import padded
+from dilated_attention_pytorch.backends.triton import backward, block_backward, block_forward, forward, merge, parts
+from dilated_attention_pytorch.backends.triton.configs import block_configs, padded
 
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkv": backward.dkv_kernel}
+BLOCKS = {
+    "forward": block_forward.block_forward_kernel,
+    "dq": block_backward.block_dq_kernel,
+    "dkv": block_backward.block_dkv_kernel,
+}
 HOPPER = {
     "forward": hopper_forward.forward_kernel,
     "dq": hopper_dq.dq_kernel,
@@ -50,7 +58,8 @@ FLOAT = (
     "PART_DK",
     "PART_DV",
 )
-INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED")
+INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED", "ROWS", "STARTS", "ADDRESSES", "ENTRIES", "FIRST")
+SHORT_INTEGER = ("POSITIONS", "COUNTS", "INDICES")
 
 
 def argument_type(name: str, element: str) -> str:
@@ -60,9 +69,9 @@ def argument_type(name: str, element: str) -> str:
         return "*fp32"
     if name in INTEGER:
         return "*i64"
-    if name == "POSITIONS":
+    if name in SHORT_INTEGER:
         return "*i32"
-    return "fp32" if name in ("scale_log2", "scale", "keep_scale") else "i32"
+    return "fp32" if name in ("scale_log2", "scale", "keep_scale", "factor") else "i32"
 
 
 def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False):
@@ -85,6 +94,28 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, o
     return compiled_usage(ASTSource, function, constants, size, {"num_warps": warps, "num_stages": stages})
 
 
+def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config=None):
+    """``config`` in place of the shipped one: rows, keys, warps, stages."""
+    dtype = torch.bfloat16 if size == 2 else torch.float32
+    shipped = getattr(block_configs((9, 0), dtype, head_dim, block_size), kernel)
+    block_m, block_n, warps, stages = config or (shipped.block_m, shipped.block_n, shipped.warps, shipped.stages)
+    constants = {
+        "D": head_dim,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_SIZE": block_size,
+        "CAUSAL": causal,
+        "WIDE": False,
+        "PRECISION": "tf32" if size == 2 else "ieee",
+    }
+    if group == 1:  # as Triton specialises it
+        constants["group"] = 1
+    if kernel == "forward":
+        constants["NEGATIVE"] = False
+    return compiled_usage(ASTSource, BLOCKS[kernel], constants, size, {"num_warps": warps, "num_stages": stages})
+
+
 def hopper_usage(kernel, head_dim, final=True, group=1):
     config = getattr(hopper_configs.configs(head_dim), kernel)
     constants = {
@@ -101,6 +132,12 @@ def hopper_usage(kernel, head_dim, final=True, group=1):
         constants["OVERLAP"] = config.overlap
     options = {"num_warps": 4, "maxnreg": hopper_run._START_REGISTERS}
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options)
+
+
+def one_usage(kernel, head_dim):
+    function = {"merge": merge.merge_kernel, "sum": merge.sum_kernel}[kernel]
+    constants = {"D": head_dim, "ALIGNED": 8} | parts.block_sizes(head_dim)
+    return compiled_usage(ASTSource, function, constants, 2, {"num_warps": parts.WARPS})
 
 
 def compiled_usage(source, function, constants, size, options):
@@ -128,7 +165,9 @@ def compiled_usage(source, function, constants, size, options):
         "shared_bytes": compiled.metadata.shared,
         "scratch_bytes": getattr(compiled.metadata, "global_scratch_size", 0),
         "tensor_cores": "wgmma" in compiled.asm["ptx"],
+        "warp_products": "mma.sync" in compiled.asm["ptx"],  # of tiles too small for the above
         "wide_copies": "cp.async.cg.shared.global" in compiled.asm["ptx"],
+        "single_loads": len(re.findall(r"ld\.global\S*\.b16", compiled.asm["ptx"])),
         "tensor_copies": "cp.async.bulk.tensor" in compiled.asm["ptx"],
         "loops": [
             {
@@ -146,5 +185,6 @@ def compiled_usage(source, function, constants, size, options):
 if __name__ == "__main__":
     for arguments in json.loads(sys.argv[1]):
         name, *rest = arguments
-        used = hopper_usage(name.split()[1], *rest) if name.startswith("hopper") else usage(name, *rest)
+        family, _, kernel = name.rpartition(" ")
+        used = {"hopper": hopper_usage, "block": block_usage, "one": one_usage, "": usage}[family](kernel, *rest)
         print(json.dumps({"arguments": arguments} | used), flush=True)

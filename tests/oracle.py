@@ -82,6 +82,32 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern, *, is_causal=False, scal
     return out, lse
 
 
+def ordered_multiplicities(pattern, positions: list[int], heads: int, key_heads: int, causal: bool) -> Tensor:
+    """(H, n, n) by original positions: pairs meet by their places, and causality goes by their positions."""
+    n = len(positions)
+    place_of = [positions.index(i) for i in range(n)]
+    count = multiplicities(pattern, n, n, heads, key_heads, False)[:, place_of][:, :, place_of]
+    return count.tril() if causal else count
+
+
+def ordered_attention(q, k, v, pattern, order, is_causal):
+    """``(out, lse)`` in float64, differentiable, one sample and one head after the other."""
+    q, k, v = q.double(), k.double(), v.double()
+    (batch, n, heads, d), key_heads = q.shape, k.shape[2]
+    out = torch.zeros(batch, n, heads, d, dtype=torch.float64)
+    lse = torch.full((batch, heads, n), -math.inf, dtype=torch.float64)
+    for b in range(batch):
+        positions = (order.positions if order.positions.dim() == 1 else order.positions[b]).tolist()
+        count = ordered_multiplicities(pattern, positions, heads, key_heads, is_causal)
+        for h in range(heads):
+            g = h // (heads // key_heads)
+            meets = (count[h] > 0).any(1)
+            biased = d**-0.5 * q[b, :, h][meets] @ k[b, :, g].T + count[h][meets].log()
+            out[b, meets, h] = biased.softmax(-1) @ v[b, :, g]
+            lse[b, h, meets] = biased.logsumexp(-1)
+    return out, lse
+
+
 def rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What rounding to a type costs at this magnitude: the measure of flash-attention's own tests."""
     x = x.to(dtype)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import oracle
-from dilated_attention_pytorch import Dilated, attention, ops
+from dilated_attention_pytorch import Dilated, attention, fused, ops
 from dilated_attention_pytorch.backends import hopper, sdpa
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.measure import peak_extra_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +26,7 @@ def request(dtype, head_dim):
     return Request("cuda", torch.cuda.get_device_capability(), dtype, head_dim, 0.0)
 
 
-def fused(dtype, head_dim):
+def over_tables(dtype, head_dim):
     """The backends over launch tables that this GPU has."""
     return ["triton"] if hopper.why_not(request(dtype, head_dim)) else ["triton", "hopper"]
 
@@ -101,7 +102,7 @@ def test_every_kernel(case, causal, dtype, head_dim, monkeypatch):
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
 
-    for backend in fused(dtype, head_dim):
+    for backend in over_tables(dtype, head_dim):
         compare(backend, backend)
     for kernel in kernels(dtype, head_dim):
         if kernel.name == "memory-efficient" and dtype == torch.float32:
@@ -113,6 +114,72 @@ def test_every_kernel(case, causal, dtype, head_dim, monkeypatch):
             yardstick = [own[0], yardstick[1], *own[1:]]
         monkeypatch.setattr(ops, "tile_kernel", lambda backend, query, kernel=kernel: kernel)
         compare("sdpa", kernel.name)
+
+
+ONE_MERGE = {
+    "whole segments": (Dilated([512, 1024, 2048], [1, 2, 4]), {}),
+    "cut segments": (Dilated([512, 1000, 3000], [1, 3, 6]), {}),
+    "lengths": (Dilated([512, 1000], [1, 3]), {"lengths": (4096, 1111)}),
+    "documents": (Dilated([512, 1000], [1, 3]), {"cu_seqlens": (0, 3000, 3001, 4096)}),
+    "negative scale": (Dilated([512, 1000], [1, 3]), {"scale": -0.1}),
+    "detached": (Dilated([512, 1000], [1, 3]), {"mixing_gradient": "detached"}),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", ONE_MERGE)
+@pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(6, 6, 64), (4, 1, 48), (4, 2, 128)])
+def test_one_merge_is_the_merge_piece_by_piece(case, causal, heads, key_heads, head_dim, monkeypatch):
+    """cuDNN's tiles merged by one kernel and by PyTorch's operations: both round parts alike, and sum in float32."""
+    pattern, options = ONE_MERGE[case]
+    options = {name: torch.tensor(x, device="cuda") if isinstance(x, tuple) else x for name, x in options.items()}
+    q, dout = torch.randn(2, 2, 4096, heads, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
+    k, v = torch.randn(2, 2, 4096, key_heads, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
+    assert fused.serves(q)
+
+    def call(*x):
+        out, lse = attention(*x, pattern, is_causal=causal, backend="sdpa", return_lse=True, **options)
+        return out, lse.detach()
+
+    zero = torch.zeros(2, heads, 4096, device="cuda")
+    ours = run(call, q, k, v, dout, zero)
+    monkeypatch.setattr(fused, "serves", lambda query: False)
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, run(call, q, k, v, dout, zero), strict=True):
+        # cuDNN adds up dq in any order: its bf16 parts may differ in the last bit.
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(ours[1], run(call, q, k, v, dout, zero)[1], rtol=1e-5, atol=1e-5)
+
+
+def test_one_merge_in_a_captured_graph():
+    """Addresses of parts are arguments of a launch: the graph holds them."""
+    pattern = Dilated([512, 1024], [1, 2])
+    inputs = torch.randn(3, 1, 4096, 4, 64, device="cuda", dtype=torch.bfloat16)
+    call = lambda: attention(*inputs.unbind(0), pattern, backend="sdpa")  # noqa: E731
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = call()
+    torch.cuda.synchronize()
+    inputs.copy_(torch.randn_like(inputs))
+    graph.replay()
+    assert torch.equal(out, call())
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_memory_of_one_merge(backward):
+    """Forward: the output, parts of twice its size, lse. Backward: output, dout, parts of six outputs, one result."""
+    pattern = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
+    inputs = [torch.randn(1, 2**17, 12, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    size = inputs[0].numel() * 2
+
+    def call():
+        out = attention(*inputs, pattern, backend="sdpa")
+        return torch.autograd.grad(out, inputs, torch.ones_like(out)) if backward else out
+
+    # At a million tokens an output is 1.5 GiB, and the limits are 4.7 and 15.5 GiB; here dout is counted as well.
+    assert peak_extra_bytes(call, torch.device("cuda")) <= (11.3 if backward else 3.15) * size
 
 
 def test_eager_serves_double_precision():
@@ -197,7 +264,7 @@ def test_hopper_copies_what_lies_at_odd_addresses():
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_same_bits_in_200_runs(backend, head_dim, causal):
     """Short and long tiles, more blocks than multiprocessors; fresh memory holds NaN (conftest)."""
-    if backend not in fused(torch.bfloat16, head_dim):
+    if backend not in over_tables(torch.bfloat16, head_dim):
         pytest.skip("the kernels are for Hopper GPUs")
     pattern = Dilated([256, 1024, 6144], [1, 2, 6])
     q, k, v, dout = torch.randn(4, 1, 12288, 6, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
@@ -213,7 +280,7 @@ def test_the_same_bits_in_200_runs(backend, head_dim, causal):
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_more_than_2_to_the_31_elements(backend):
     """The end of a very long sequence is what it would be alone: segments are independent."""
-    if backend not in fused(torch.bfloat16, 64):
+    if backend not in over_tables(torch.bfloat16, 64):
         pytest.skip("the kernels are for Hopper GPUs")
     pattern, n, tail = Dilated([2048, 8192], [1, 4]), 264 * 8192, 8192
     q, k, v = (torch.randn(1, n, 16, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))

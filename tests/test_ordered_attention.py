@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 from itertools import product
 
@@ -32,43 +31,7 @@ from oracle import assert_same, with_grads
 BACKENDS = ["reference", "eager", "auto"]
 
 
-def multiplicities(pattern, positions, heads, key_heads, causal):
-    """(H, n, n) by original positions: pairs meet by their places, and causality goes by their positions."""
-    n, group = len(positions), heads // key_heads
-    place = {i: a for a, i in enumerate(positions)}
-    table = [
-        [
-            [
-                0
-                if causal and j > i
-                else oracle.multiplicity(
-                    pattern.branches, pattern.offsets, h // group, key_heads, place[i], place[j], False
-                )
-                for j in range(n)
-            ]
-            for i in range(n)
-        ]
-        for h in range(heads)
-    ]
-    return torch.tensor(table, dtype=torch.float64).reshape(heads, n, n)
-
-
-def definition(q, k, v, pattern, order, is_causal):
-    """``(out, lse)`` in float64, differentiable, one sample and one head after the other."""
-    q, k, v = q.double(), k.double(), v.double()
-    (batch, n, heads, d), key_heads = q.shape, k.shape[2]
-    out = torch.zeros(batch, n, heads, d, dtype=torch.float64)
-    lse = torch.full((batch, heads, n), -math.inf, dtype=torch.float64)
-    for b in range(batch):
-        positions = (order.positions if order.positions.dim() == 1 else order.positions[b]).tolist()
-        count = multiplicities(pattern, positions, heads, key_heads, is_causal)
-        for h in range(heads):
-            g = h // (heads // key_heads)
-            meets = (count[h] > 0).any(1)
-            biased = d**-0.5 * q[b, :, h][meets] @ k[b, :, g].T + count[h][meets].log()
-            out[b, meets, h] = biased.softmax(-1) @ v[b, :, g]
-            lse[b, h, meets] = biased.logsumexp(-1)
-    return out, lse
+definition = oracle.ordered_attention
 
 
 def random_inputs(b, n, heads, key_heads, d, dtype=torch.float64):
@@ -306,7 +269,8 @@ def test_explain():
         ({"n": 5}, ValueError, "an order needs as many queries as keys, got 5 and 20; decode without an order"),
         ({"lengths": torch.tensor([20, 3])}, ValueError, "lengths and cu_seqlens do not go with it; call once for each"),
         ({"cu_seqlens": torch.tensor([0, 20])}, ValueError, "lengths and cu_seqlens do not go with it"),
-        ({"group": "any"}, ValueError, "with group each rank has a part of it; order the sequence before it is sharded"),
+        ({"order": None, "ordered": True}, ValueError, "ordered=True says that rows already lie in an order: pass that"),
+        ({"ordered": 1}, TypeError, "ordered must be True, False or None, got 1; pass the order itself as order"),
         ({"order": random_order(20, 3)}, ValueError, "the order is for 3 samples, got a batch of 2"),
         (
             {"order": Striped(20, 2, device="meta")},

@@ -289,3 +289,25 @@ def test_errors(call, error, message):
 @given(st.permutations(range(7)))
 def test_any_permutation(p):
     assert_bijection(Order.from_permutation(p), 7)
+
+
+def test_take_is_a_part_of_permute():
+    one, each = Order.from_permutation(torch.randperm(11)), torch.stack([torch.randperm(11) for _ in range(2)])
+    x = torch.randn(2, 11, 3, dtype=torch.float64, requires_grad=True)
+    places = torch.tensor([4, 0, 9])
+    for order in (one, Order.from_permutation(each)):
+        assert torch.equal(order.take(x, places), order.permute(x)[:, places])
+        assert torch.equal(order.take(x.transpose(1, 2), places, dim=-1), order.permute(x)[:, places].transpose(1, 2))
+        assert order.take(x, places[:0]).shape == (2, 0, 3)
+        assert torch.autograd.gradcheck(lambda x, o=order: o.take(x, places), x)
+    with pytest.raises(ValueError, match="the order is over 11 positions, got 10 in dimension 1"):
+        one.take(x[:, 1:], places)
+
+
+def test_fingerprint():
+    order = Hilbert.grid(5, 6)
+    assert order.fingerprint == Order.from_permutation(order.positions.tolist()).fingerprint == order.to("cpu").fingerprint
+    each = order.positions.expand(2, -1)
+    others = [Hilbert.grid(6, 5), order.inverse, Hilbert.line(0), Hilbert.line(1), Order.from_permutation(each)]
+    others.append(Order.from_permutation(torch.stack((each[0], each[1].flip(0)))))
+    assert len({order.fingerprint, *(other.fingerprint for other in others)}) == 7

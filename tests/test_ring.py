@@ -280,6 +280,7 @@ def check_staged(cases: dict[int, list[Case]], groups, rank: int, received: Rece
         patch.setattr(transport.Wire, "__init__", init)
         patch.setattr(transport.Wire, "start", start)
         patch.setattr(transport, "_pinned", torch.empty_like)
+        patch.setattr(transport, "_SMALL_MESSAGE", 0)  # every message in several parts
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_stream", lambda device: Still())
         for world in (2, 3):

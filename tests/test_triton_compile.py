@@ -18,16 +18,22 @@ SHARED_LIMIT = 232_448  # bytes per block on sm_90
 
 
 def compiled(arguments: list) -> dict:
+    (used,) = compiled_together([arguments])
+    return used
+
+
+def compiled_together(several: list[list]) -> list[dict]:
+    """In one process, whose start takes as long as two compilations."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).parent / "compile_sm90.py"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, json.dumps([arguments])],
+        [sys.executable, "-W", "ignore", script, json.dumps(several)],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -50,6 +56,33 @@ def test_kernels_of_ordered_sequences(kernel):
     assert used["wide_copies"]
     assert used["shared_bytes"] <= SHARED_LIMIT
     assert used["spilled_bytes"] <= 32
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+def test_kernels_over_block_lists(kernel):
+    whole = [[2, 64, 128, True, 1], [2, 128, 128, False, 2], [2, 256, 128, True, 1]]
+    cases = [*whole, [2, 64, 32, True, 1], [4, 256, 128, True, 1]]
+    *halves, small, single = compiled_together([[f"block {kernel}", *case] for case in cases])
+    for used in (*halves, small, single):
+        assert used["shared_bytes"] <= SHARED_LIMIT
+    assert all(used["tensor_cores"] for used in halves)
+    for used in halves[:2]:  # head sizes of 256 have no memory left for copies ahead
+        assert used["wide_copies"]
+        # Two loops, and the one without masks, the shorter, touches no memory for spilled registers.
+        masked, whole_blocks = sorted(used["loops"], key=lambda loop: -loop["instructions"])
+        assert whole_blocks["local_memory"] == 0
+        if kernel != "dkv":
+            assert used["spilled_bytes"] == masked["local_memory"] == 0
+    assert small["warp_products"]
+    assert small["spilled_bytes"] == 0
+
+
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
+@pytest.mark.parametrize("kernel", ["merge", "sum"])
+def test_one_merge(kernel, head_dim):
+    used = compiled([f"one {kernel}", head_dim])
+    assert used["single_loads"] == 0  # rows come 16 bytes at a time
+    assert used["spilled_bytes"] == 0
 
 
 @pytest.mark.parametrize(

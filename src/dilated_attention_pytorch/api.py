@@ -23,6 +23,7 @@ from dilated_attention_pytorch.checks import (
     check_pattern,
     check_qkv,
     prepare,
+    rows_in_order,
 )
 from dilated_attention_pytorch.merge import accumulate_dtype
 from dilated_attention_pytorch.orders import Identity, Order
@@ -58,6 +59,7 @@ def attention(
     transport: str = ...,
     comm_dtype: torch.dtype | None = ...,
     order: Order | None = ...,
+    ordered: bool | None = ...,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -81,6 +83,7 @@ def attention(
     transport: str = ...,
     comm_dtype: torch.dtype | None = ...,
     order: Order | None = ...,
+    ordered: bool | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
@@ -103,6 +106,7 @@ def attention(
     transport: str = "auto",
     comm_dtype: torch.dtype | None = None,
     order: Order | None = None,
+    ordered: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the pairs of a pattern: ``out_i = sum_j m(i,j) exp(s_ij - lse_i) v_j``.
 
@@ -112,7 +116,8 @@ def attention(
         query: (B, N, H, D); row ``a`` is position ``a + M - N``, so with ``N < M`` the queries are the last positions.
         key, value: (B, M, G, D) with ``H % G == 0``; query head ``h`` reads key head ``h // (H // G)``.
         pattern: which positions meet, for example ``Dilated([2048, 4096], [1, 2])``; or a ``BlockSparse``, which has
-            neither dropout nor mixing gradients nor an ``order`` and runs on ``"sdpa"``, ``"eager"`` and ``"reference"``.
+            neither dropout nor mixing gradients, is not causal under an ``order``, and runs on ``"sdpa"`` and ``"eager"``
+            with ``group``.
         is_causal: a position sees itself and earlier ones only.
         scale: of the scores; ``D ** -0.5`` by default.
         dropout_p: probability of dropping a weight. Whether ``(sample, head, i, j, branch)`` is kept depends on ``seed``
@@ -136,8 +141,8 @@ def attention(
             ``distributed.Shards``, by which every rank knows the rows of all: ranks then compare their arguments only at
             the first call with them, and a rank that refuses its arguments later is waited for until the group's timeout.
         bucket_size: with ``group``, rows per message, per key head and sample; by default a sixteenth of the longest
-            shard, at least 512. Two messages each way exist at a time. Not for ``BlockSparse``: there, the rows that a rank
-            reads of another are one message.
+            shard, at least 512 (on a GPU 16,384). Two messages each way exist at a time. Not for ``BlockSparse``: there,
+            the rows that a rank reads of another are one message.
         transport: with ``group``, ``"ring"`` (one message under way while one is computed with), ``"allgather"`` (all
             messages at once, in memory for all of them), ``"ulysses"`` (heads instead of rows, for one dense segment) or
             ``"auto"`` (by ``distributed.cost``).
@@ -146,8 +151,12 @@ def attention(
         order: an order of the positions, for example ``Hilbert.grid(height, width)``: the pattern sees the ordered
             sequence, ``is_causal`` means the original positions, and rows come in and go out in the original order. The
             result is that of ``order.permute`` on the inputs, the pattern, and ``order.unpermute`` on the results; dropout
-            counts places of the ordered sequence. Needs whole sequences: no ``lengths``, ``cu_seqlens`` or ``group``, and
-            ``N == M``. Many layers in a row that are not causal had better be given a sequence ordered once.
+            counts places of the ordered sequence. Not with ``lengths`` or ``cu_seqlens``, only with ``N == M``, and with a
+            ``BlockSparse`` only if not causal.
+        ordered: the rows of query, key and value already lie in ``order``, and those of the results do: a model orders its
+            embeddings once, by ``order.permute`` or ``distributed.shard_sequence(order=...)``, and no layer moves a row.
+            With ``group`` it is always so (None means True, False is refused): tensors are the rank's slice of the ordered
+            sequence, because no rank can move the rows of others. Without, None means False.
 
     Returns:
         (B, N, H, D), exactly 0 (lse -inf) in rows that meet nobody.
@@ -164,26 +173,29 @@ def attention(
     >>> ordered = attention(*map(order.permute, (q, k, v)), Dilated([256, 512], [1, 2]))
     >>> order.unpermute(ordered).equal(out)
     True
+
+    A model applies the order once, at its embedding, and says so; causality still goes by original position.
+
+    >>> ordered = attention(*map(order.permute, (q, k, v)), Dilated([256], [1]), is_causal=True, order=order, ordered=True)
+    >>> order.unpermute(ordered).equal(attention(q, k, v, Dilated([256], [1]), is_causal=True, order=order))
+    True
     """
-    if isinstance(pattern, BlockSparse) and order is not None:
-        raise ValueError("a block-sparse pattern takes no order so far; permute the tensors, which is exact if not causal")
     if group is not None:
-        if order is not None:
-            check_order(order, query, key, lengths, cu_seqlens, group)  # refuses
         from dilated_attention_pytorch.distributed.ring import ring_attention  # imports torch.distributed
 
         # Its arguments are checked together with those of the other ranks.
         out, sharded_lse = ring_attention(
             query, key, value, pattern, group=group, layout=layout, bucket_size=bucket_size, transport=transport,
             comm_dtype=comm_dtype, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
-            cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend, return_lse=return_lse,
+            cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend, return_lse=return_lse, order=order,
+            ordered=ordered,
         )  # fmt: skip
         return out if sharded_lse is None or not return_lse else (out, sharded_lse)
     if isinstance(pattern, BlockSparse):
         check_no_sharding(layout=layout, bucket_size=bucket_size, transport=transport, comm_dtype=comm_dtype)
         out, block_lse = block_attention(
             query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
-            cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend,
+            cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend, order=order, ordered=ordered,
         )  # fmt: skip
         return (out, block_lse) if return_lse else out
     query, key, value, used_scale = prepare(
@@ -191,6 +203,7 @@ def attention(
         cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient,
     )  # fmt: skip
     check_no_sharding(layout=layout, bucket_size=bucket_size, transport=transport, comm_dtype=comm_dtype)
+    in_order = rows_in_order(order, ordered, sharded=False)
     if order is not None:
         check_order(order, query, key, lengths, cu_seqlens)
         order = None if isinstance(order, Identity) else order
@@ -200,10 +213,9 @@ def attention(
         check_no_forward_derivative(query, key, value)
     detach = mixing_gradient == "detached"
     used_seed = _seed(seed, dropout_p, query)
-    positions = None
-    if order is not None:
+    positions = order.positions if order is not None and is_causal else None
+    if order is not None and not in_order:
         query, key, value = order.permute(query), order.permute(key), order.permute(value)
-        positions = order.positions if is_causal else None
     if chosen == "reference":
         out, lse = _reference(
             query, key, value, pattern, lengths, cu_seqlens,
@@ -216,9 +228,9 @@ def attention(
             pattern, is_causal = pattern.without_padding(), False
         out, lse = ops.attend(
             query, key, value, lengths, cu_seqlens, used_seed, positions, pattern.spec, is_causal, used_scale, dropout_p,
-            detach, chosen,
+            detach, backends.for_operator(backend, chosen),
         )  # fmt: skip
-    if order is not None:
+    if order is not None and not in_order:
         out, lse = order.unpermute(out), order.unpermute(lse, dim=2) if return_lse else lse
     return (out, lse) if return_lse else out
 
@@ -286,6 +298,7 @@ def dilated_attention(
     transport: str = "auto",
     comm_dtype: torch.dtype | None = None,
     order: Order | None = None,
+    ordered: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: ``attention`` with the pattern ``Dilated(segment_lengths, dilation_rates, offsets)``.
 
@@ -313,6 +326,7 @@ def dilated_attention(
         transport=transport,
         comm_dtype=comm_dtype,
         order=order,
+        ordered=ordered,
     )
 
 

@@ -80,32 +80,49 @@ def _check_index_vector(name: str, x: Tensor | None, entries: int | None, device
         raise ValueError(f"{name} must be on the device of query ({device}) or on the CPU, got {x.device}")
 
 
+def check_is_order(order: Order) -> None:
+    """Raise if this is no order."""
+    if not isinstance(order, Order):
+        raise TypeError(f"order must be an Order, got {type(order).__name__}; write Order.from_permutation(p) for your own")
+
+
+def rows_in_order(order: Order | None, ordered: bool | None, sharded: bool) -> bool:
+    """Whether rows already lie in the order; raise if that does not go with the other arguments."""
+    if not isinstance(ordered, bool | None):
+        raise TypeError(f"ordered must be True, False or None, got {ordered!r}; pass the order itself as order")
+    if order is None:
+        if ordered:
+            raise ValueError("ordered=True says that rows already lie in an order: pass that order as order")
+        return False
+    if sharded and ordered is False:
+        raise ValueError(
+            "with group, tensors are a rank's slice of the ordered sequence, because no rank can move the rows of others: "
+            "order once, by shard_sequence(x, group, order=order), and leave out ordered=False"
+        )
+    return sharded or bool(ordered)
+
+
 def check_order(
     order: Order,
     query: Tensor,
     key: Tensor,
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    group: object = None,
+    *,
+    sharded: bool = False,
 ) -> None:
-    """Raise if this is no order of the positions of these tensors."""
-    if not isinstance(order, Order):
-        raise TypeError(f"order must be an Order, got {type(order).__name__}; write Order.from_permutation(p) for your own")
+    """Raise if this is no order of the positions of these tensors, or of a sequence of which they are a shard."""
+    check_is_order(order)
     if lengths is not None or cu_seqlens is not None:
         raise ValueError(
             "an order is of a whole sequence, so lengths and cu_seqlens do not go with it; call once for each sequence, "
             "with its own order"
         )
-    if group is not None:
-        raise ValueError(
-            "an order is of a whole sequence, and with group each rank has a part of it; order the sequence before it is "
-            "sharded (order.permute), which is exact if is_causal is False"
-        )
-    if query.shape[1] != key.shape[1]:
+    if not sharded and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"an order needs as many queries as keys, got {query.shape[1]} and {key.shape[1]}; decode without an order"
         )
-    if len(order) != key.shape[1]:
+    if not sharded and len(order) != key.shape[1]:
         raise ValueError(f"the order is over {len(order)} positions, got a sequence of {key.shape[1]}")
     batch = order.positions.shape[:-1]
     if batch and batch[0] != query.shape[0]:

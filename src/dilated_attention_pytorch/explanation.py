@@ -37,6 +37,7 @@ class Explanation:
 
     backend: str
     kernel: str
+    backward: str  # the backend of the gradients
     refused: tuple[tuple[str, tuple[str, ...]], ...]  # backends asked before, each with its reasons
     sequences: int
     families: int
@@ -49,6 +50,8 @@ class Explanation:
     def __str__(self) -> str:
         share = self.pairs / self.dense_pairs if self.dense_pairs else 0.0
         lines = [f"backend   {self.backend}: {self.kernel}"]
+        if self.backward != self.backend:
+            lines.append(f"backward  {self.backward}")
         lines += [f"not       {name}: {reason}" for name, reasons in self.refused for reason in reasons]
         lines += [
             f"plan      {self.sequences} sequence(s), {self.families} families, {self.tiles:,} dense tiles",
@@ -101,6 +104,11 @@ def explain(
             break
         refused.append((name, tuple(backends.why_not(name, request))))
     problem = Problem.of(query, key, pattern.spec, is_causal and not ordered_causal, lengths, cu_seqlens)
+    used = backward = chosen
+    if backends.for_operator(backend, chosen) == "auto":
+        used, backward = (backends.fastest(problem, query, backward=some) for some in (False, True))
+        if used != chosen:
+            refused.append((chosen, ("slower for kernel calls as large as these",)))
     plans = problem.plans()
     samples = [span.samples.stop - span.samples.start for span, _ in plans]
     group = problem.heads // problem.key_heads
@@ -111,8 +119,9 @@ def explain(
         seen = n * (first + 1) + n * (n - 1) // 2 if is_causal else n * m
         dense += count * problem.heads * seen
     return Explanation(
-        backend=chosen,
-        kernel=ops.kernel_name(chosen, query),
+        backend=used,
+        kernel=ops.kernel_name(used, query),
+        backward=backward,
         refused=tuple(refused),
         sequences=sum(samples),
         families=sum(len(plan.families) for _, plan in plans),
@@ -137,10 +146,11 @@ def _sharding(query: Tensor, problem: Problem, world_size: int, layout: str, dro
             f"a shard has as many queries as keys, got {problem.queries} and {problem.keys}; leave out world_size"
         )
     shards = Shards.even(problem.keys, world_size, layout)
+    bucket_size = default_bucket_size(shards, query.device.type)
     reasons = heads.why_not(problem.pattern, problem.keys, problem.key_heads, world_size, dropout_p, None, None)
     costs = ring.traffic(
         problem.pattern, shards, problem.batch, problem.heads, query.shape[-1], query.element_size(), problem.lengths,
-        problem.cu_seqlens, problem.is_causal, problem.key_heads, default_bucket_size(shards), not reasons,
+        problem.cu_seqlens, problem.is_causal, problem.key_heads, bucket_size, not reasons,
     )  # fmt: skip
     transport = choose_transport(costs)
     received = costs.bytes if transport != "ulysses" else costs.ulysses_bytes or 0

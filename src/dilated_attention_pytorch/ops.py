@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch import tiles
+from dilated_attention_pytorch import backends, fused, tiles
 from dilated_attention_pytorch.backends import eager, sdpa
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.dropout import Dropout
@@ -65,6 +65,7 @@ def _attend(
     query, key, value = map(rows_contiguous, (query, key, value))
     positions = _row_positions(positions, query)
     problem = Problem.of(query, key, pattern, is_causal, lengths, cu_seqlens)
+    backend = backends.fastest(problem, query, backward=False) if backend == "auto" else backend
     if backend == "triton":
         from dilated_attention_pytorch.backends.triton import run  # imports triton
 
@@ -78,6 +79,9 @@ def _attend(
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             return hopper_run.forward(problem, query, key, value, scale=scale)
     kernel = tile_kernel(backend, query)
+    if backend == "sdpa" and fused.serves(query) and fused.few_pieces(problem, query.shape[-1]):
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            return fused.forward(problem, query, key, value, scale=scale, kernel=kernel)
     return tiles.forward(problem, query, key, value, scale=scale, kernel=kernel, dropout=dropout, positions=positions)
 
 
@@ -111,6 +115,7 @@ def _attend_backward(
     query, key, value, dout = map(rows_contiguous, (query, key, value, dout))
     positions = _row_positions(positions, query)
     problem = Problem.of(query, key, pattern, is_causal, lengths, cu_seqlens)
+    backend = backends.fastest(problem, query, backward=True) if backend == "auto" else backend
     tensors = (dout, dlse, query, key, value, out, lse)
     if backend == "triton":
         from dilated_attention_pytorch.backends.triton import run  # imports triton
@@ -131,6 +136,9 @@ def _attend_backward(
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             return hopper_run.backward(problem, *tensors, scale=scale, detach_mixing=detach_mixing)
     kernel, dropout = tile_kernel(backend, query), Dropout(dropout_p, seed) if dropout_p > 0.0 else None
+    if backend == "sdpa" and fused.serves(query) and fused.few_pieces(problem, query.shape[-1]):
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            return fused.backward(problem, *tensors, scale=scale, detach_mixing=detach_mixing, kernel=kernel)
     return tiles.backward(
         problem, *tensors, scale=scale, detach_mixing=detach_mixing, kernel=kernel, dropout=dropout, positions=positions
     )

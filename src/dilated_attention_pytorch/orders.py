@@ -8,6 +8,8 @@ Shape letters: B batch, n positions.
 from __future__ import annotations
 
 import copy
+import ctypes
+import hashlib
 from collections.abc import Sequence
 from math import isqrt
 from typing import Any
@@ -32,7 +34,8 @@ def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
         return x[torch.arange(index.shape[0], device=index.device).unsqueeze(1), index]
     shape = [1] * x.dim()
     shape[0], shape[dim] = index.shape
-    return x.gather(dim, index.view(shape).expand(x.shape))
+    sizes = [*x.shape[:dim], index.shape[1], *x.shape[dim + 1 :]]
+    return x.gather(dim, index.view(shape).expand(sizes))
 
 
 class _Permute(torch.autograd.Function):
@@ -87,6 +90,7 @@ class Order:
         # Both directions at once: made when first needed, a tracer could leave one of its stand-ins here.
         self._positions, self._places = positions, places
         self._description = description
+        self._fingerprint: str | None = None
 
     @staticmethod
     def from_permutation(p: Tensor | Sequence[int], *, device: Device = None) -> Order:
@@ -166,6 +170,15 @@ class Order:
         """Undo ``permute``."""
         return self._apply(x, dim, self._places, self._positions)
 
+    def take(self, x: Tensor, places: Tensor, dim: int = 1) -> Tensor:
+        """``permute(x)`` at these places (m,) alone, for example those of one rank's rows.
+
+        >>> Order.from_permutation([2, 0, 1]).take(torch.tensor([10, 11, 12]), torch.tensor([1, 2]), dim=0)
+        tensor([10, 11])
+        """
+        self._check(x, dim)
+        return _gather(x, self._positions[..., places], dim % x.dim())
+
     def _apply(self, x: Tensor, dim: int, index: Tensor, inverse: Tensor) -> Tensor:
         self._check(x, dim)
         if not x.requires_grad:  # forward-mode derivatives, which an autograd function has not
@@ -192,6 +205,15 @@ class Order:
             )
         if x.device != self.device:
             raise ValueError(f"the order is on {self.device} and the tensor on {x.device}; use order.to({str(x.device)!r})")
+
+    @property
+    def fingerprint(self) -> str:
+        """A short text that equal orders have in common in every process: ranks compare it. Made once, on the host."""
+        if self._fingerprint is None:
+            host = self._positions.cpu().contiguous()
+            raw = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b""
+            self._fingerprint = f"{_shape(host)}, {hashlib.sha256(raw).hexdigest()[:12]}"
+        return self._fingerprint
 
     def to(self, device: torch.device | str) -> Order:
         """The same order on another device."""

@@ -50,10 +50,14 @@ tile_step=8, tiles=1, causal=False, zero_keys=0)
     zero_keys: int
 
     @property
+    def pairs_per_tile(self) -> int:
+        """Query-key pairs of one tile and head."""
+        return self.q_rows * (self.q_rows + 1) // 2 if self.causal else self.q_rows * self.k_rows
+
+    @property
     def pairs(self) -> int:
         """Query-key pairs over all tiles and key heads."""
-        per_tile = self.q_rows * (self.q_rows + 1) // 2 if self.causal else self.q_rows * self.k_rows
-        return per_tile * self.tiles * len(self.key_heads)
+        return self.pairs_per_tile * self.tiles * len(self.key_heads)
 
 
 @dataclass(frozen=True, slots=True)

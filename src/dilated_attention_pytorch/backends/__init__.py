@@ -1,9 +1,19 @@
-"""The choice of a backend: each one says why it cannot serve a request, ``auto`` takes the first that has no reason."""
+"""The choice of a backend: each one says why it cannot serve a request, ``auto`` takes the first that has no reason.
+
+Where ``auto`` finds a Hopper GPU, the length decides as well: then the choice is made when the operator runs.
+"""
 
 from __future__ import annotations
 
+import math
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import fused
 from dilated_attention_pytorch.backends import eager, hopper, reference, sdpa, triton
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.problem import Problem
 
 # In the order in which "auto" asks them: the measurements are in docs/kernels.md.
 _BACKENDS = {
@@ -14,6 +24,15 @@ _BACKENDS = {
     "reference": reference.why_not,
 }
 NAMES = ("auto", *_BACKENDS)
+
+# By (is_causal, backward): the fewest query-key pairs of a kernel call, on average, from which stock operators with one
+# merge (fused.py) are faster than the Hopper kernels. Infinity: not measured yet, so never.
+_SDPA_FROM_PAIRS = {
+    (False, False): math.inf,
+    (False, True): math.inf,
+    (True, False): math.inf,
+    (True, True): math.inf,
+}
 
 
 def check_name(backend: str) -> None:
@@ -45,3 +64,20 @@ def choose(backend: str, request: Request) -> str:
             return name
         refusals += [f"  {name}: {reason}" for reason in reasons]
     raise ValueError("no backend can serve this call:\n" + "\n".join(refusals))
+
+
+def for_operator(backend: str, chosen: str) -> str:
+    """What the operator is told: the chosen backend, or "auto" where the length decides."""
+    return "auto" if backend == "auto" and chosen == "hopper" else chosen
+
+
+def fastest(problem: Problem, query: Tensor, *, backward: bool) -> str:
+    """What "auto" runs on a Hopper GPU, forward and backward apart: both know only ``out`` and ``lse`` of one another."""
+    least = _SDPA_FROM_PAIRS[problem.is_causal, backward]
+    if least == math.inf or sdpa.why_not(Request.of(query, dropout_p=0.0)):
+        return "hopper"
+    if backward and torch.are_deterministic_algorithms_enabled():  # cuDNN adds up dq in any order
+        return "hopper"
+    if not fused.serves(query) or not fused.few_pieces(problem, query.shape[-1]):
+        return "hopper"
+    return "sdpa" if fused.pairs_per_piece(problem, query.shape[-1]) >= least else "hopper"

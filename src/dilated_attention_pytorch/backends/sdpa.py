@@ -50,11 +50,13 @@ def _cudnn_backward(
     if q.shape[2] == k.shape[2] == 1:
         return _flash_backward(dout, q, k, v, out, lse, causal, scale)
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    # PyTorch keeps compiled cuDNN graphs by the strides of q, k and v alone. So those of dout and out must follow from the
-    # shape: with others, a graph made for an earlier call is used, and the gradients are wrong without an error.
-    dout = _as_forward_returns_it(dout)
+    # PyTorch keeps compiled cuDNN graphs by the strides of q, k and v alone. So those of dout and out must follow from
+    # them: with others, a graph made for an earlier call is used, and the gradients are wrong without an error. They are
+    # those of q, always; where the three lie differently, all of them are copied.
+    if not dout.stride() == out.stride() == q.stride():
+        dout, out, q = map(_as_forward_returns_it, (dout, out, q))
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, _as_forward_returns_it(out), lse.contiguous().unsqueeze(-1), no_seed, no_seed, None, None, None,
+        dout, q, k, v, out, lse.contiguous().unsqueeze(-1), no_seed, no_seed, None, None, None,
         q.shape[2], k.shape[2], 0.0, causal, scale=scale,
     )  # fmt: skip
     return dq, dk, dv

@@ -8,13 +8,22 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import backends
-from dilated_attention_pytorch.backends import reference
+from dilated_attention_pytorch.backends import hopper, reference
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.blocks import ops as block_ops
 from dilated_attention_pytorch.blocks.lists import BlockLists
 from dilated_attention_pytorch.blocks.pattern import BlockSparse
-from dilated_attention_pytorch.checks import autocast, check_call, check_no_forward_derivative, check_options, check_qkv
+from dilated_attention_pytorch.checks import (
+    autocast,
+    check_call,
+    check_no_forward_derivative,
+    check_options,
+    check_order,
+    check_qkv,
+    rows_in_order,
+)
 from dilated_attention_pytorch.merge import accumulate_dtype
+from dilated_attention_pytorch.orders import Identity, Order
 from dilated_attention_pytorch.spans import Span
 
 
@@ -28,6 +37,15 @@ def _check_served(dropout_p: float, seed: Any, mixing_gradient: str) -> None:
     if mixing_gradient != "exact":
         raise ValueError(
             "mixing_gradient='detached' is about branches of Dilated; block-sparse attention is one softmax: leave it out"
+        )
+
+
+def check_no_causal_order(order: Order | None, is_causal: bool) -> None:
+    """Raise for what would need a mask by positions."""
+    if is_causal and order is not None and not isinstance(order, Identity):
+        raise ValueError(
+            "is_causal under an order masks pairs by their original positions, which block-sparse attention cannot; "
+            "leave out is_causal or the order, or use a Dilated pattern"
         )
 
 
@@ -53,15 +71,15 @@ def prepare_blocks(
     return query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
-def _choose(backend: str, request: Request) -> str:
-    if backend in ("hopper", "triton"):
-        raise ValueError(
-            f"no backend can serve this call:\n  {backend}: its kernels read tile families, not block lists; use "
-            "backend='auto', 'sdpa', 'eager' or 'reference'"
-        )
-    if backend != "auto":
+def _choose(backend: str, request: Request, block_size: int, n: int, m: int) -> str:
+    more = hopper.why_not_blocks(block_size, n, m)
+    if backend == "hopper" and more:
+        raise ValueError("no backend can serve this call:\n" + "\n".join(f"  hopper: {reason}" for reason in more))
+    if backend != "auto" or not more:
         return backends.choose(backend, request)
-    return "eager" if backends.why_not("sdpa", request) else "sdpa"
+    # Without the first, in the order of all calls.
+    served = (name for name in backends.candidates(backend, request) if name != "hopper")
+    return next(name for name in served if not backends.why_not(name, request))
 
 
 def _arguments(
@@ -98,6 +116,8 @@ def block_attention(
     cu_seqlens: Tensor | None,
     mixing_gradient: str,
     backend: str,
+    order: Order | None,
+    ordered: bool | None,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``; see ``attention``."""
     query, key, value, used_scale = prepare_blocks(
@@ -106,14 +126,21 @@ def block_attention(
     )  # fmt: skip
     (batch, n, heads, _), m = query.shape, key.shape[1]
     pattern.check_call(batch, n, m, heads, is_causal=is_causal, packed=cu_seqlens is not None)
-    chosen = _choose(backend, Request.of(query, 0.0))
+    in_order = rows_in_order(order, ordered, sharded=False)
+    if order is not None:
+        check_order(order, query, key, lengths, cu_seqlens)
+        check_no_causal_order(order, is_causal)
+        if not in_order:
+            query, key, value = order.permute(query), order.permute(key), order.permute(value)
+    chosen = _choose(backend, Request.of(query, 0.0), pattern.block_size, n, m)
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)
     arguments = _arguments(query, key, pattern, lengths, cu_seqlens, is_causal, used_scale)
     if chosen == "reference":
-        return _reference(query, key, value, block_ops.block_lists(query, key, *arguments), is_causal, used_scale)
-    out, lse = block_ops.attend_blocks(query, key, value, *arguments, used_scale, chosen)
-    return out, lse
+        out, lse = _reference(query, key, value, block_ops.block_lists(query, key, *arguments), is_causal, used_scale)
+    else:
+        out, lse = block_ops.attend_blocks(query, key, value, *arguments, used_scale, chosen)
+    return (out, lse) if order is None or in_order else (order.unpermute(out), order.unpermute(lse, dim=2))
 
 
 def _met(lists: BlockLists, i: Tensor, length: int, is_causal: bool) -> Tensor:

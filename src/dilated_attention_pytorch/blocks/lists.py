@@ -11,6 +11,23 @@ import torch
 from torch import Tensor
 
 
+def entries_of(counts: Tensor, starts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Of every entry of every list (lists,), in order: the number of its list and its place; ``total`` are all counts."""
+    numbers, ends = torch.arange(len(counts), device=counts.device), counts.cumsum(0)
+    row = numbers.repeat_interleave(counts, output_size=total)
+    return row, (starts - ends + counts)[row] + torch.arange(total, device=counts.device)
+
+
+def transposed_entries(columns: Tensor, readers: Tensor, lists: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``(counts, starts, indices)`` of so many lists: list ``c`` has the readers of the entries of column ``c``, in order.
+
+    Without waiting for a device, and without atomic additions.
+    """
+    ordered, order = columns.sort(stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(lists + 1, device=columns.device))
+    return bounds.diff(), bounds[:-1], readers[order]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLists:
     """For each sample (or all), query head (or all) and query block: its key blocks, ascending.
@@ -55,9 +72,7 @@ class BlockLists:
 
     def _entries(self) -> tuple[Tensor, Tensor]:
         """Of every entry of every list, in order: the number of its list and its place in ``indices``."""
-        counts = self.counts.flatten()
-        row = torch.arange(counts.shape[0]).repeat_interleave(counts)
-        return row, (self.starts.flatten() - counts.cumsum(0) + counts)[row] + torch.arange(row.shape[0])
+        return entries_of(self.counts.flatten(), self.starts.flatten(), int(self.counts.sum()))
 
     def below(self, bound_q: Tensor) -> BlockLists:
         """Only the entries below a bound (Q,) per query block; lists ascend, so they only get shorter."""
@@ -137,8 +152,8 @@ class BlockLists:
         """
         samples, heads, query_blocks = self.counts.shape
         row, entry = self._entries()
-        column = row // query_blocks * self.key_blocks + self.indices.cpu()[entry]
-        order = column.argsort(stable=True)
-        counts = column.bincount(minlength=samples * heads * self.key_blocks).view(samples, heads, self.key_blocks)
-        readers = (row[order] % query_blocks + self.first).to(torch.int32).to(self.indices.device)
+        columns = row // query_blocks * self.key_blocks + self.indices.cpu()[entry]
+        readers = (row % query_blocks + self.first).to(torch.int32)
+        counts, _, readers = transposed_entries(columns, readers, samples * heads * self.key_blocks)
+        counts, readers = counts.view(samples, heads, self.key_blocks), readers.to(self.indices.device)
         return BlockLists.packed(counts, readers, self.block_size, self.first + query_blocks)

@@ -5,6 +5,9 @@ The pattern travels as a string, from which lists are made when the operator run
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +15,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import ops
+from dilated_attention_pytorch.backends.triton.block_tables import BlockTable, PackedLists
+from dilated_attention_pytorch.backends.triton.tables import keep_for_device
 from dilated_attention_pytorch.blocks import rules
 from dilated_attention_pytorch.blocks import tiles as block_tiles
 from dilated_attention_pytorch.blocks.lists import BlockLists
@@ -75,6 +80,93 @@ def _chosen(
     starts = torch.arange(batch * heads * rows).view(batch, heads, rows) * width
     some = starts[samples, :, row : row + len(budget)]
     return BlockLists(budget.expand(some.shape), some, indices.flatten(), block_size, blocks, first)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Everything that decides about the lists of a call. Equal ones share their tables."""
+
+    shapes: tuple[tuple[int, ...], ...]  # of query and key, without the head size
+    lengths: tuple[int, ...] | None
+    cu_seqlens: tuple[int, ...] | None
+    given: tuple[int, ...]  # the identities of a mask's tensors, which live as long as this
+    rule: tuple[str, int, bool]  # spec, block size, is_causal
+    device: torch.device
+    arguments: tuple[Any, ...] = field(compare=False)  # of block_lists
+
+    @staticmethod
+    def of(query: Tensor, key: Tensor, *arguments: Any) -> _Blocks:
+        """The lists of ``block_lists(query, key, *arguments)``."""
+        lengths, cu_seqlens, indices, starts, counts, *rule = arguments
+        lists = (indices, starts, counts)
+        if starts is None and indices is not None:  # only the shape of what was chosen decides
+            lists = (torch.empty(indices.shape, dtype=indices.dtype, device="meta"), None, None)
+        # Stand-ins of one element: tables are kept longer than tensors should be.
+        shapes = tuple(torch.empty(1, device=x.device).expand(x.shape) for x in (query, key))
+        return _Blocks(
+            shapes=(tuple(query.shape[:3]), tuple(key.shape[:3])),
+            lengths=host_lengths(lengths, key.shape[1]),
+            cu_seqlens=host_cu_seqlens(cu_seqlens, key.shape[1]),
+            given=() if starts is None else tuple(map(id, lists)),
+            rule=tuple(rule),
+            device=query.device,
+            arguments=(*shapes, lengths, cu_seqlens, *lists, *rule),
+        )
+
+
+@lru_cache(maxsize=32)
+def _packed(blocks: _Blocks) -> PackedLists:
+    (batch, n, _), (_, m, _) = blocks.shapes
+    return PackedLists.of(block_lists(*blocks.arguments), batch, n, m, blocks.rule[1])
+
+
+@lru_cache(maxsize=32)
+def _packed_on_device(blocks: _Blocks) -> PackedLists:
+    return _packed(blocks).to(blocks.device)
+
+
+@lru_cache(maxsize=32)
+def _by_query(blocks: _Blocks) -> BlockTable:
+    return _packed(blocks).by_query().to(blocks.device)
+
+
+@lru_cache(maxsize=32)
+def _by_key(blocks: _Blocks) -> BlockTable:
+    # Not on the device: what is kept must be complete for every stream.
+    return _packed(blocks).to(torch.device("cpu")).by_key().to(blocks.device)
+
+
+def block_tables(
+    query: Tensor, key: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, indices: Tensor | None, *rest: Any
+) -> tuple[BlockTable, Callable[[], BlockTable]]:
+    """The lists of ``block_lists`` as kernels read them, by query block and, when called for, by key block.
+
+    Made once, but for what depends on the content of tensors: the choice of an adaptive pattern, and its transposition.
+    """
+    blocks = _Blocks.of(query, key, lengths, cu_seqlens, indices, *rest)
+    by_query = _by_query(blocks)
+    keep_for_device(by_query, by_query.tensors)
+    if indices is None or blocks.given:
+
+        def kept() -> BlockTable:
+            table = _by_key(blocks)
+            keep_for_device(table, table.tensors)
+            return table
+
+        return by_query, kept
+    chosen = indices.flatten()
+
+    def transposed() -> BlockTable:
+        packed = _packed_on_device(blocks)
+        keep_for_device(packed, (packed.key_rows, packed.counts, packed.starts, packed.blocks, packed.columns))
+        return replace(packed, indices=chosen).by_key()
+
+    return replace(by_query, indices=chosen), transposed
+
+
+def _kernels(backend: str) -> Any:
+    """The module that launches the kernels of a backend; importing it imports triton."""
+    return importlib.import_module(f"dilated_attention_pytorch.backends.{backend}.block_run")
 
 
 def _choose_blocks(
@@ -141,7 +233,16 @@ def _attend_blocks(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))`` of a block-sparse pattern."""
-    lists = block_lists(query, key, lengths, cu_seqlens, indices, starts, counts, spec, block_size, is_causal)
+    arguments = (lengths, cu_seqlens, indices, starts, counts, spec, block_size, is_causal)
+    if backend in ("hopper", "triton"):
+        query, key, value = map(ops.rows_contiguous, (query, key, value))
+        by_query, _ = block_tables(query, key, *arguments)
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+            result: tuple[Tensor, Tensor] = _kernels(backend).forward(
+                by_query, query, key, value, block_size=block_size, is_causal=is_causal, scale=scale
+            )
+        return result
+    lists = block_lists(query, key, *arguments)
     kernel = ops.tile_kernel(backend, query)
     return block_tiles.forward(lists, query, key, value, is_causal=is_causal, scale=scale, kernel=kernel)
 
@@ -166,7 +267,17 @@ def _attend_blocks_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``."""
-    lists = block_lists(query, key, lengths, cu_seqlens, indices, starts, counts, spec, block_size, is_causal)
+    arguments = (lengths, cu_seqlens, indices, starts, counts, spec, block_size, is_causal)
+    if backend in ("hopper", "triton"):
+        query, key, value, dout = map(ops.rows_contiguous, (query, key, value, dout))
+        by_query, by_key = block_tables(query, key, *arguments)
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            grads: tuple[Tensor, Tensor, Tensor] = _kernels(backend).backward(
+                by_query, by_key, dout, dlse, query, key, value, out, lse,
+                block_size=block_size, is_causal=is_causal, scale=scale,
+            )  # fmt: skip
+        return grads
+    lists = block_lists(query, key, *arguments)
     kernel, tensors = ops.tile_kernel(backend, query), (dout, dlse, query, key, value, out, lse)
     return block_tiles.backward(lists, *tensors, is_causal=is_causal, scale=scale, kernel=kernel)
 

@@ -43,6 +43,7 @@ class Facts:
     seed: int | None
     lengths: tuple[int, ...] | None
     cu_seqlens: tuple[int, ...] | None
+    order: str | None  # its fingerprint
     mixing_gradient: str
     backend: str
     return_lse: bool

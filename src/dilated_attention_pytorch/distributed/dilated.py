@@ -19,6 +19,7 @@ from dilated_attention_pytorch.distributed.executor import Part
 from dilated_attention_pytorch.distributed.route import Message, Place, Route
 from dilated_attention_pytorch.distributed.schedule import Transfer
 from dilated_attention_pytorch.dropout import Dropout
+from dilated_attention_pytorch.pieces import packed_views
 from dilated_attention_pytorch.plan import Plan
 
 
@@ -28,6 +29,7 @@ class DilatedWork:
 
     route: Route
     dropout: Dropout | None = None
+    positions: Tensor | None = None  # (B, N), of the whole sequence: what causality goes by under an order
 
     @property
     def ticks(self) -> tuple[tuple[Message | None, Message | None], ...]:
@@ -64,7 +66,10 @@ class DilatedWork:
 
     def _part(self, place: Place, chunk: int, plan: Plan, keys: tuple[Tensor, Tensor], *, packed: bool) -> Part:
         dropout = self.dropout and self.dropout.at(place.samples.start, place.first_row)
-        options: dict[str, Any] = {"dropout": dropout, "packed": packed}
+        positions = None
+        if self.positions is not None:  # every rank knows the order: no position travels
+            positions = tuple(self.positions[place.samples, x.start : x.stop] for x in (plan.queries, plan.keys))
+        options: dict[str, Any] = {"dropout": dropout, "positions": positions, "packed": packed}
         attend_, add_gradients_ = (partial(x, plan, **options) for x in (tiles.attend_, tiles.add_gradients_))
         return Part(place.chunk(self.route.rank, chunk), keys, attend_, add_gradients_)
 
@@ -85,4 +90,4 @@ class DilatedWork:
         for place, transfer, packed in self._parts(message, flat, key.shape[2:]):
             rows, plan = place.rows(message.source, transfer.positions), place.packing(transfer)
             for x, some in zip((key, value), packed, strict=True):
-                yield from tiles.packed_views(plan, x[rows], some)
+                yield from packed_views(plan, x[rows], some)

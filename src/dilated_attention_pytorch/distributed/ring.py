@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import dilated_attention_pytorch
 from dilated_attention_pytorch.backends import eager, sdpa
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.blocks.call import prepare_blocks
+from dilated_attention_pytorch.blocks.call import check_no_causal_order, prepare_blocks
 from dilated_attention_pytorch.blocks.pattern import BlockSparse
-from dilated_attention_pytorch.checks import check_no_forward_derivative, prepare
+from dilated_attention_pytorch.checks import check_no_forward_derivative, check_order, prepare, rows_in_order
 from dilated_attention_pytorch.distributed import heads as ulysses
 from dilated_attention_pytorch.distributed.agreement import Facts, agree, agree_once, refuse
 from dilated_attention_pytorch.distributed.block_ring import block_work, check_block_sharding
@@ -28,6 +28,7 @@ from dilated_attention_pytorch.distributed.transport import Wire, resolve_group
 from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.merge import accumulate_dtype
 from dilated_attention_pytorch.ops import rows_contiguous
+from dilated_attention_pytorch.orders import Identity, Order
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.spans import host_cu_seqlens, host_lengths
 from dilated_attention_pytorch.tiles import TileKernel
@@ -85,6 +86,17 @@ def _check_sharded(rows: list[int], lengths: tuple[int, ...] | None, cu_seqlens:
                 f"these look like whole sequences, not shards: each of {world} ranks has {n} rows, together {n * world}, "
                 f"but {name} ends at {end}; use shard_sequence"
             )
+
+
+def _check_order_length(order: Order, shards: Shards) -> None:
+    """Raise if the order is not over the rows of all ranks together."""
+    if len(order) != shards.length:
+        rows = [shards.rows(rank) for rank in range(shards.world_size)]
+        whole = "; these look like whole sequences, not shards" if set(rows) == {len(order)} else ""
+        raise ValueError(
+            f"the order is over {len(order)} positions, the {len(rows)} rank(s) have {shards.length} rows together{whole}; "
+            "use shard_sequence(x, group, order=order)"
+        )
 
 
 def _shards(group: dist.ProcessGroup, facts: Facts, rows: int, drawn: int | None) -> tuple[Shards, int | None]:
@@ -150,6 +162,8 @@ def ring_attention(
     mixing_gradient: str,
     backend: str,
     return_lse: bool,
+    order: Order | None,
+    ordered: bool | None,
 ) -> tuple[Tensor, Tensor | None]:
     """``(out, lse)`` of this rank's rows, lse only if asked for: see ``attention``."""
     group = resolve_group(group)
@@ -166,7 +180,13 @@ def ring_attention(
             query, key, value, used_scale = prepare(query, key, value, pattern, **arguments)
         check_sharding(layout, bucket_size, transport, comm_dtype)
         _check(query, key, value, pattern, layout, rank, world)
-        kernel = _kernel(backend, Request.of(query, dropout_p))
+        rows_in_order(order, ordered, sharded=True)
+        if order is not None:
+            check_order(order, query, key, lengths, cu_seqlens, sharded=True)
+            if isinstance(pattern, BlockSparse):
+                check_no_causal_order(order, is_causal)
+        by_position = is_causal and order is not None and not isinstance(order, Identity)
+        kernel = _kernel(backend, Request.of(query, dropout_p, by_position))
         wire = Wire(group, query.device)
     except (ValueError, TypeError, NotImplementedError) as mistake:
         # Ranks that know all lengths may not be listening.
@@ -195,6 +215,8 @@ def ring_attention(
         seed=given,
         lengths=None if lengths is None else tuple(lengths.tolist()),
         cu_seqlens=None if cu_seqlens is None else tuple(cu_seqlens.tolist()),
+        # By its name, because the identity is computed without positions and an order that is equal to it is not.
+        order=None if order is None else repr(order) if isinstance(order, Identity) else order.fingerprint,
         mixing_gradient=mixing_gradient,
         backend=backend,
         return_lse=return_lse,
@@ -205,8 +227,11 @@ def ring_attention(
     )
     shards, used_seed = _shards(group, facts, n, drawn)
     # From here on every rank decides the same.
+    if order is not None:
+        _check_order_length(order, shards)
     call: dict[str, Any] = {
-        "is_causal": is_causal,
+        # Under an order, rows of any place may be seen: all travel, and tiles are masked by position.
+        "is_causal": is_causal and not by_position,
         "lengths": host_lengths(lengths, shards.length),
         "cu_seqlens": host_cu_seqlens(cu_seqlens, shards.length),
     }
@@ -223,7 +248,7 @@ def ring_attention(
         out, lse = RingAttention.apply(query, key, value, job(blocks, (), ahead=ahead))  # type: ignore[no-untyped-call]
         return out, lse
     reasons = ulysses.why_not(pattern, shards.length, key_heads, world, dropout_p, bucket_size, comm_dtype)
-    rows_per_message = default_bucket_size(shards) if bucket_size is None else bucket_size
+    rows_per_message = default_bucket_size(shards, query.device.type) if bucket_size is None else bucket_size
     if transport == "auto" and world > 1:
         costs = traffic(
             pattern, shards, batch, heads, head_dim, query.element_size(),
@@ -235,14 +260,15 @@ def ring_attention(
             raise ValueError("heads cannot be exchanged (transport='ulysses'):\n" + "\n".join(f"  {x}" for x in reasons))
         return ulysses.attend(
             query, key, value, wire, shards, return_lse=return_lse, is_causal=is_causal, scale=used_scale, lengths=lengths,
-            cu_seqlens=cu_seqlens, backend=backend,
+            cu_seqlens=cu_seqlens, backend=backend, order=order, ordered=order is not None,
         )  # fmt: skip
     route = partial(make_route, pattern, shards, rank, batch, key_heads, bucket_size=rows_per_message, **call)
     detached = mixing_gradient == "detached" and len(pattern.branches) > 1
     dropout = Dropout(dropout_p, used_seed) if dropout_p > 0.0 else None
+    positions = order.positions.expand(batch, -1) if by_position and order is not None else None
     branches = range(len(pattern.branches)) if detached else ()
-    work = DilatedWork(route(), dropout)
-    alone = tuple(DilatedWork(route(branch=branch), dropout) for branch in branches)
+    work = DilatedWork(route(), dropout, positions)
+    alone = tuple(DilatedWork(route(branch=branch), dropout, positions) for branch in branches)
     ahead = None if transport == "allgather" else 1
     out, lse = RingAttention.apply(query, key, value, job(work, alone, ahead=ahead))  # type: ignore[no-untyped-call]
     return out, lse

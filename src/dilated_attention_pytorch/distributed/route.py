@@ -192,10 +192,11 @@ def make_route(
     return Route(rank, tuple(places), tuple(ticks))
 
 
-def default_bucket_size(shards: Shards) -> int:
-    """A sixteenth of the longest shard, at least 512 rows: smaller tiles cost more than their buffers save.
+def default_bucket_size(shards: Shards, device: str = "cpu") -> int:
+    """A sixteenth of the longest shard, at least 512 rows, on a GPU 16,384: smaller tiles cost more than buffers save.
 
     >>> default_bucket_size(Shards.of([32768] * 8, "contiguous"))
     2048
     """
-    return max(512, -(-max(map(shards.rows, range(shards.world_size))) // 16))
+    least = 16384 if device == "cuda" else 512
+    return max(least, -(-max(map(shards.rows, range(shards.world_size))) // 16))

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from dilated_attention_pytorch.checks import check_is_order
 from dilated_attention_pytorch.distributed.shards import Shards
 from dilated_attention_pytorch.distributed.transport import resolve_group
+from dilated_attention_pytorch.orders import Order
 
 
 def rows_of(shards: Shards, rank: int, device: torch.device) -> Tensor:
@@ -19,14 +21,28 @@ def rows_of(shards: Shards, rank: int, device: torch.device) -> Tensor:
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in shards.chunks[rank]])
 
 
-def shard_sequence(x: Tensor, group: dist.ProcessGroup | DeviceMesh, *, layout: str = "contiguous", dim: int = 1) -> Tensor:
+def shard_sequence(
+    x: Tensor,
+    group: dist.ProcessGroup | DeviceMesh,
+    *,
+    layout: str = "contiguous",
+    dim: int = 1,
+    order: Order | None = None,
+) -> Tensor:
     """This rank's rows of a tensor that every rank holds whole; lengths differ by at most one. Differentiable.
 
     Five rows on two ranks are rows 0, 1, 2 and rows 3, 4; in the zigzag layout rows 0, 1, 4 and rows 2, 3.
+
+    With an ``order`` they are those rows of ``order.permute(x, dim)``: a model that orders its embeddings so, once, passes
+    the same order to every ``attention(..., group=group, order=order)`` and to ``gather_sequence``.
     """
     group = resolve_group(group)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    return x.index_select(dim, rows_of(Shards.even(x.shape[dim], world, layout), rank, x.device))
+    rows = rows_of(Shards.even(x.shape[dim], world, layout), rank, x.device)
+    if order is None:
+        return x.index_select(dim, rows)
+    check_is_order(order)
+    return order.take(x, rows, dim)
 
 
 class _Gather(torch.autograd.Function):
@@ -57,13 +73,23 @@ class _Gather(torch.autograd.Function):
         return total.index_select(ctx.dim, ctx.rows), None, None, None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the exchange is not traced
 def gather_sequence(
-    x: Tensor, group: dist.ProcessGroup | DeviceMesh, *, layout: str = "contiguous", dim: int = 1
+    x: Tensor,
+    group: dist.ProcessGroup | DeviceMesh,
+    *,
+    layout: str = "contiguous",
+    dim: int = 1,
+    order: Order | None = None,
 ) -> Tensor:
     """The whole sequence from the shards of all ranks, in the order of positions, on every rank.
+
+    With the ``order`` in which it was sharded, positions are the original ones.
 
     Differentiable: a shard's gradient is the sum over what all ranks do with it, so a loss that every rank computes from
     the whole sequence has to be divided by the number of ranks.
     """
+    if order is not None:
+        check_is_order(order)
     whole: Tensor = _Gather.apply(x, resolve_group(group), layout, dim % x.dim())  # type: ignore[no-untyped-call]
-    return whole
+    return whole if order is None else order.unpermute(whole, dim)

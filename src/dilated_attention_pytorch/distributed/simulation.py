@@ -107,7 +107,8 @@ def simulate_ring(
     for rank, rows in enumerate(every):
         route = make_route(
             pattern, shards, rank, batch, key_heads,
-            is_causal=is_causal, bucket_size=default_bucket_size(shards) if bucket_size is None else bucket_size,
+            is_causal=is_causal,
+            bucket_size=default_bucket_size(shards, query.device.type) if bucket_size is None else bucket_size,
         )  # fmt: skip
         work = DilatedWork(route)
         shelf = Shelf(work, keys, values)

@@ -20,6 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.distributed.route import Message
 
+# Gloo moves bytes by one thread for each interface that GLOO_SOCKET_IFNAME names, and takes the tag of a message modulo
+# their number: a large message goes in so many parts of different tags. "lo,lo,lo,lo" names one interface four times.
+LANES = 4
+_SMALL_MESSAGE = 2**20  # bytes, which go in one
+
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
@@ -108,7 +113,8 @@ class Wire:
             )
         self.group, self.rank, self.device = group, dist.get_rank(group), device
         self.global_ranks = dist.get_process_group_ranks(group)
-        self.staged = device.type == "cuda" and backend == "gloo"
+        self.gloo = backend == "gloo"
+        self.staged = device.type == "cuda" and self.gloo
         # A gradient that is to be copied to the host is waited for while the next one is computed.
         self.lag = 1 if self.staged else 0
         if self.staged:
@@ -134,15 +140,17 @@ class Wire:
                 for parcel in sends
             ]
         incoming = [_pinned(parcel.rows) if self.staged else parcel.rows for parcel in receives]
-        tasks = [f"send {p.what} to rank {p.peer}, {p.message.name}" for p in sends]
-        tasks += [f"receive {p.what} from rank {p.peer}, {p.message.name}" for p in receives]
-        operations = [
-            dist.P2POp(dist.isend, x, self.global_ranks[p.peer], self.group) for x, p in zip(outgoing, sends, strict=True)
-        ]
-        operations += [
-            dist.P2POp(dist.irecv, x, self.global_ranks[p.peer], self.group)
-            for x, p in zip(incoming, receives, strict=True)
-        ]
+        tasks, operations = [], []
+        for parcel, x in zip(sends, outgoing, strict=True):
+            task = f"send {parcel.what} to rank {parcel.peer}, {parcel.message.name}"
+            for tag, part in enumerate(self._lanes(x)):
+                tasks.append(task)
+                operations.append(dist.P2POp(dist.isend, part, self.global_ranks[parcel.peer], self.group, tag))
+        for parcel, x in zip(receives, incoming, strict=True):
+            task = f"receive {parcel.what} from rank {parcel.peer}, {parcel.message.name}"
+            for tag, part in enumerate(self._lanes(x)):
+                tasks.append(task)
+                operations.append(dist.P2POp(dist.irecv, part, self.global_ranks[parcel.peer], self.group, tag))
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
@@ -150,7 +158,8 @@ class Wire:
 
         def wait() -> None:
             # NCCL has one piece of work for all, gloo one for each.
-            for work, task in zip(works, tasks if len(works) == len(tasks) else [" and ".join(tasks)], strict=True):
+            every = tasks if len(works) == len(tasks) else [" and ".join(tasks)]
+            for work, task in zip(works, every, strict=True):
                 try:
                     work.wait()
                 except RuntimeError as error:
@@ -164,6 +173,11 @@ class Wire:
             outgoing.clear()  # held until now: they were being sent
 
         return wait
+
+    def _lanes(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """A message in the parts in which it travels: the same at both ends."""
+        small = rows.numel() * rows.element_size() <= _SMALL_MESSAGE
+        return (rows,) if small or not self.gloo else rows.chunk(LANES)
 
     @contextlib.contextmanager
     def _copying_out(self, after: Any) -> Any:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Self
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dilated_attention_pytorch.api import attention
 from dilated_attention_pytorch.backends import check_name
 from dilated_attention_pytorch.checks import check_options
+from dilated_attention_pytorch.nn.ordered import OrderedModule
 from dilated_attention_pytorch.orders import Order
 from dilated_attention_pytorch.patterns import Dilated
 
 
-class DilatedAttention(nn.Module):
+class DilatedAttention(OrderedModule):
     """``dilated_attention`` with its pattern and options fixed; dropout acts in training only.
 
     The arguments are those of ``Dilated`` and ``attention``; ``softmax_scale`` and ``attention_dropout`` are ``scale`` and
-    ``dropout_p``. An ``order`` fixes the length of the sequence and moves with the module; it is no part of its state.
+    ``dropout_p``. An ``order`` fixes the length of the sequence and moves with the module; it is no part of its state. With
+    ``ordered=True`` the rows already lie in it, as in a model that ordered its embeddings once.
 
     >>> import torch
     >>> attend = DilatedAttention(segment_lengths=[256, 512], dilation_rates=[1, 2])
@@ -39,8 +40,9 @@ class DilatedAttention(nn.Module):
         torchscale_padding: bool = False,
         mixing_gradient: str = "exact",
         order: Order | None = None,
+        ordered: bool | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(order, ordered, sharded=False)
         check_name(backend)
         self.pattern = Dilated(segment_lengths, dilation_rates, offsets, torchscale_padding)
         check_options(softmax_scale, attention_dropout, mixing_gradient)
@@ -48,16 +50,6 @@ class DilatedAttention(nn.Module):
         self.attention_dropout = attention_dropout
         self.backend = backend
         self.mixing_gradient = mixing_gradient
-        if not isinstance(order, Order | None):
-            raise TypeError(f"order must be an Order, got {type(order).__name__}; write Order.from_permutation(p)")
-        self.order = order
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Also move the order, which follows from the arguments and so is no part of the state."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.order is not None:
-            self.order = self.order.to(fn(self.order.positions).device)
-        return self
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, *, lengths: Tensor | None = None
@@ -75,12 +67,13 @@ class DilatedAttention(nn.Module):
             mixing_gradient=self.mixing_gradient,
             backend=self.backend,
             order=self.order,
+            ordered=self.ordered,
         )
 
     def extra_repr(self) -> str:
         """The pattern, for ``print(module)``."""
-        order = "" if self.order is None else f", order={self.order!r}"
         return (
             f"segment_lengths={self.pattern.segment_lengths}, dilation_rates={self.pattern.dilation_rates}, "
-            f"offsets={self.pattern.offsets!r}, attention_dropout={self.attention_dropout}, backend={self.backend!r}{order}"
+            f"offsets={self.pattern.offsets!r}, attention_dropout={self.attention_dropout}, backend={self.backend!r}"
+            + self._order_repr()
         )

@@ -11,6 +11,7 @@ from dilated_attention_pytorch.checks import check_no_sharding
 from dilated_attention_pytorch.nn.dilated import DilatedAttention
 from dilated_attention_pytorch.nn.projected import ProjectedAttention
 from dilated_attention_pytorch.nn.ring import RingDilatedAttention
+from dilated_attention_pytorch.orders import Order
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,6 +47,8 @@ class MultiheadDilatedAttention(ProjectedAttention):
         group: ranks over which the sequence is sharded, see ``attention``: query, key and value are then this rank's rows,
             ``lengths`` counts positions of the whole sequence, and the weights cannot be asked for.
         layout, bucket_size, transport, comm_dtype: with ``group``, how rows travel, see ``attention``.
+        order, ordered: an order of the positions, and whether the rows of query, key and value already lie in it (with
+            ``group`` always), see ``attention``. The weights cannot be asked for then.
 
     >>> module = MultiheadDilatedAttention(512, 8, segment_lengths=[256, 512], dilation_rates=[1, 2])
     >>> x = torch.randn(1, 1000, 512)
@@ -80,6 +83,8 @@ class MultiheadDilatedAttention(ProjectedAttention):
         bucket_size: int | None = None,
         transport: str = "auto",
         comm_dtype: torch.dtype | None = None,
+        order: Order | None = None,
+        ordered: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -98,6 +103,8 @@ class MultiheadDilatedAttention(ProjectedAttention):
                 backend,
                 torchscale_padding=torchscale_padding,
                 mixing_gradient=mixing_gradient,
+                order=order,
+                ordered=ordered,
             )
         else:
             if torchscale_padding:
@@ -111,6 +118,8 @@ class MultiheadDilatedAttention(ProjectedAttention):
                 softmax_scale=softmax_scale,
                 mixing_gradient=mixing_gradient,
                 backend=backend,
+                order=order,
+                ordered=ordered,
                 **sharding,
             )
         attention.pattern.check_key_heads(num_heads if num_kv_heads is None else num_kv_heads)

@@ -17,7 +17,7 @@ class ProjectedAttention(nn.Module):
     """Query, key, value and output projections around a module ``attention(q, k, v, is_causal, lengths=...)``.
 
     ``attention`` takes and returns (B, N, heads, head size). Weights are served where it is not ``sharded``: from its
-    ``pattern`` and ``softmax_scale``. The other arguments are those of ``MultiheadDilatedAttention``.
+    ``pattern`` and ``softmax_scale``, without an ``order``. The other arguments are those of ``MultiheadDilatedAttention``.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ProjectedAttention(nn.Module):
         k = self._heads(key, self.k_proj, self.num_kv_heads)
         v = self._heads(value, self.v_proj, self.num_kv_heads)
         if need_weights:
-            self._check_one_device("need_weights=True")
+            self._check_weights("need_weights=True")
         if key_padding_mask is not None:
             self._check_one_device("key_padding_mask")
             if lengths is not None:
@@ -187,7 +187,7 @@ class ProjectedAttention(nn.Module):
         >>> module.attention_map(x, x, query_rows=[0, -1]).shape
         torch.Size([1, 4, 2, 1000])
         """
-        self._check_one_device("attention_map")
+        self._check_weights("attention_map")
         self._check_embeddings(query, key, None)
         unbatched = query.dim() == 2
         if unbatched:
@@ -203,6 +203,14 @@ class ProjectedAttention(nn.Module):
             raise ValueError(
                 f"{what} needs the whole sequence, of which a rank has a shard; use lengths for padding, and "
                 "attention_weights on gathered tensors (distributed.gather_sequence) for weights"
+            )
+
+    def _check_weights(self, what: str) -> None:
+        self._check_one_device(what)
+        if self.attention.order is not None:
+            raise ValueError(
+                f"{what} is not available with an order; attention_weights of tensors that order.permute has put in order "
+                "gives the weights by place, if not causal"
             )
 
     def _weights(

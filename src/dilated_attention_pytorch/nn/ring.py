@@ -12,6 +12,7 @@ from dilated_attention_pytorch.api import attention
 from dilated_attention_pytorch.backends import check_name
 from dilated_attention_pytorch.checks import check_options
 from dilated_attention_pytorch.nn.sharded import ShardedModule
+from dilated_attention_pytorch.orders import Order
 from dilated_attention_pytorch.patterns import Dilated
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ class RingDilatedAttention(ShardedModule):
         bucket_size, layout, transport, comm_dtype: how rows travel, see ``attention``.
         attention_dropout: ``dropout_p`` of ``attention``, in training only; the seed is drawn by the group's first rank.
         softmax_scale, mixing_gradient, backend: ``scale``, ``mixing_gradient`` and ``backend`` of ``attention``.
+        order: the order in which ``distributed.shard_sequence(..., order=order)`` sharded the whole sequence: tensors are
+            this rank's slice of the ordered sequence, and stay so. It moves with the module and is no part of its state.
+        ordered: None or True, as nothing else is possible.
     """
 
     def __init__(
@@ -47,11 +51,13 @@ class RingDilatedAttention(ShardedModule):
         softmax_scale: float | None = None,
         mixing_gradient: str = "exact",
         backend: str = "auto",
+        order: Order | None = None,
+        ordered: bool | None = None,
     ) -> None:
         from dilated_attention_pytorch.distributed.ring import check_sharding  # imports torch.distributed
 
         check_sharding(layout, bucket_size, transport, comm_dtype)
-        super().__init__(group, layout, bucket_size, transport, comm_dtype)
+        super().__init__(group, layout, bucket_size, transport, comm_dtype, order, ordered)
         check_name(backend)
         self.pattern = Dilated(segment_lengths, dilation_rates, offsets)
         check_options(softmax_scale, attention_dropout, mixing_gradient)
@@ -74,7 +80,8 @@ class RingDilatedAttention(ShardedModule):
         out: Tensor = attention(
             query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale,
             dropout_p=self.attention_dropout if self.training else 0.0, lengths=lengths, cu_seqlens=cu_seqlens,
-            mixing_gradient=self.mixing_gradient, backend=self.backend, **self.sharding("DilatedAttention"),
+            mixing_gradient=self.mixing_gradient, backend=self.backend, order=self.order, ordered=self.ordered,
+            **self.sharding("DilatedAttention"),
         )  # fmt: skip
         return out
 
@@ -84,4 +91,5 @@ class RingDilatedAttention(ShardedModule):
             f"segment_lengths={self.pattern.segment_lengths}, dilation_rates={self.pattern.dilation_rates}, "
             f"offsets={self.pattern.offsets!r}, layout={self.layout!r}, "
             f"bucket_size={self.bucket_size}, transport={self.transport!r}, attention_dropout={self.attention_dropout}"
+            + self._order_repr()
         )

@@ -6,7 +6,9 @@ import copy
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import nn
+
+from dilated_attention_pytorch.nn.ordered import OrderedModule
+from dilated_attention_pytorch.orders import Order
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.distributed.shards import Shards
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(OrderedModule):
     """A module of a rank; ``group``, ``layout``, ``bucket_size``, ``transport`` and ``comm_dtype`` are ``attention``'s."""
 
     def __init__(
@@ -25,8 +27,10 @@ class ShardedModule(nn.Module):
         bucket_size: int | None,
         transport: str,
         comm_dtype: torch.dtype | None,
+        order: Order | None = None,
+        ordered: bool | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(order, ordered, sharded=True)
         self.group = group
         self.layout = layout
         self.bucket_size = bucket_size

@@ -12,6 +12,19 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = range(24, 129, 8)
 
 
+BLOCK_SIZES = (128, 256)
+
+
+def why_not_blocks(block_size: int, queries: int, keys: int) -> list[str]:
+    """Further reasons, for a block-sparse pattern."""
+    reasons = []
+    if block_size not in BLOCK_SIZES:
+        reasons.append(f"Hopper kernels take blocks of {' or '.join(map(str, BLOCK_SIZES))}, got {block_size}")
+    if queries != keys:
+        reasons.append(f"Hopper kernels over blocks take as many queries as keys, got {queries} and {keys}")
+    return reasons
+
+
 def why_not(request: Request) -> list[str]:
     """Reasons why the kernels cannot serve a request."""
     if request.device != "cuda":

@@ -17,6 +17,7 @@ from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
+from dilated_attention_pytorch.backends.triton.launch import launch
 from dilated_attention_pytorch.backends.triton.tables import Work, work
 from dilated_attention_pytorch.problem import Problem
 from dilated_attention_pytorch.tiles import positive_scale
@@ -30,7 +31,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """The tensor memory accelerator reads rows at multiples of 16 bytes; other layouts (rare) are copied once."""
     strides = [stride * x.element_size() for stride in x.stride()[:3]]
     fits = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides) and strides[1] > 0
@@ -42,50 +43,76 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device=torch.cuda.current_device())
 
 
+def with_scratch(call: Callable[[], None]) -> None:
+    """Launch kernels that make descriptors; the allocator of other code stays what it is."""
+
+    def inside() -> None:
+        triton.set_allocator(_scratch)
+        call()
+
+    contextvars.copy_context().run(inside)
+
+
+def launch_persistent(
+    kernel: Any, items: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], constants: dict[str, Any]
+) -> None:
+    """One program for each multiprocessor, which share the items."""
+    if items:
+        programs = min(items, _multiprocessors(tensors[0].device))
+        with_scratch(lambda: launch(kernel, programs, tensors, numbers, constants))
+
+
 def _launch(todo: Work, attend: Callable[[int, Tensor, bool], None], add_parts: Callable[[int, Tensor], None]) -> None:
     """All launches, those that only add up parts by ``add_parts``."""
 
     def both() -> None:
-        triton.set_allocator(_scratch)
         for one in todo.launches:
             if one.attends:
                 attend(one.programs, one.table, one.final)
             else:
                 add_parts(one.programs, one.table)
 
-    contextvars.copy_context().run(both)  # the allocator of other code stays what it is
+    with_scratch(both)
 
 
-def _constants(config: Config, x: Tensor, final: bool) -> dict[str, Any]:
+def constants(config: Config, x: Tensor) -> dict[str, Any]:
+    """What all Hopper kernels are specialised on."""
     return {
         "D": x.shape[-1],
         "BLOCK_D": portable.padded(x.shape[-1]),
         "STAGES": config.stages,
         "HELD": config.held,
-        "FINAL": final,
         "num_warps": 4,
         "maxnreg": _START_REGISTERS,
     }
+
+
+def scaled_query(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores with a positive scale: forward kernels mask scores before they scale them."""
+    # A scale that float32 cannot hold is 0.
+    query, scale, _ = positive_scale(query, scale if abs(scale) > torch.finfo(torch.float32).tiny else 0.0)
+    return query, scale
 
 
 def forward(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, scale: float, config: Config | None = None
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``."""
-    # A scale that float32 cannot hold is 0: the kernel masks scores before it scales them.
-    query, scale, _ = positive_scale(query, scale if abs(scale) > torch.finfo(torch.float32).tiny else 0.0)
-    query, key, value = map(_aligned, (query, key, value))
+    query, scale = scaled_query(query, scale)
+    query, key, value = map(aligned, (query, key, value))
     chosen = config or configs(query.shape[-1]).forward
     todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
     tensors = (query, key, value, *run.forward_buffers(problem, query, todo))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
 
     def attend(items: int, table: Tensor, final: bool) -> None:
-        forward_kernel[(min(items, _multiprocessors(query.device)),)](
-            *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.heads,
-            problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, BLOCK_N=chosen.block,
-            **_constants(chosen, query, final),
+        numbers = (
+            table.shape[0], items, *strides, problem.queries, problem.heads, problem.key_heads,
+            problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E,
         )  # fmt: skip
+        mode = {"BLOCK_N": chosen.block, "FINAL": final, **constants(chosen, query)}
+        programs = min(items, _multiprocessors(query.device))
+        launch(forward_kernel, programs, (*tensors, table, todo.layout, todo.offsets), numbers, mode)
 
     def add_parts(programs: int, table: Tensor) -> None:
         run.launch_forward(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
@@ -113,11 +140,13 @@ def dq(
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
 
     def attend(items: int, table: Tensor, final: bool) -> None:
-        dq_kernel[(min(items, _multiprocessors(query.device)),)](
-            *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.heads,
-            problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale, BLOCK_N=chosen.block,
-            **_constants(chosen, query, final),
+        numbers = (
+            table.shape[0], items, *strides, problem.queries, problem.heads, problem.key_heads,
+            problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
         )  # fmt: skip
+        mode = {"BLOCK_N": chosen.block, "FINAL": final, **constants(chosen, query)}
+        programs = min(items, _multiprocessors(query.device))
+        launch(dq_kernel, programs, (*tensors, table, todo.layout, todo.offsets), numbers, mode)
 
     def add_parts(programs: int, table: Tensor) -> None:
         run.launch_dq(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
@@ -145,11 +174,13 @@ def dkv(
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
 
     def attend(items: int, table: Tensor, final: bool) -> None:
-        dkv_kernel[(min(items, _multiprocessors(query.device)),)](
-            *tensors, table, todo.layout, todo.offsets, table.shape[0], items, *strides, problem.queries, problem.keys,
-            problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
-            BLOCK_M=chosen.block, OVERLAP=chosen.overlap, **_constants(chosen, query, final),
+        numbers = (
+            table.shape[0], items, *strides, problem.queries, problem.keys, problem.heads, problem.key_heads,
+            problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
         )  # fmt: skip
+        mode = {"BLOCK_M": chosen.block, "OVERLAP": chosen.overlap, "FINAL": final, **constants(chosen, query)}
+        programs = min(items, _multiprocessors(query.device))
+        launch(dkv_kernel, programs, (*tensors, table, todo.layout, todo.offsets), numbers, mode)
 
     def add_parts(programs: int, table: Tensor) -> None:
         run.launch_dkv(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
@@ -161,7 +192,7 @@ def dkv(
 def _gradients(
     problem: Problem, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, delta: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = *map(_aligned, (dout, query, key, value)), lse, delta
+    tensors = *map(aligned, (dout, query, key, value)), lse, delta
     return dq(problem, *tensors, scale=scale), *dkv(problem, *tensors, scale=scale)
 
 

@@ -16,11 +16,13 @@ from dilated_attention_pytorch.backends.triton.primitives import (
     find_family,
     kept,
     load_block,
+    load_listed,
     load_positions,
     locate,
     own_part_row,
     part_rows,
     row_offsets,
+    store_block,
 )
 
 
@@ -64,13 +66,7 @@ def _add_parts(x, PARTS, places, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(OUT, start, offsets, inside, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    mask = inside[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
-    tl.store(OUT + start + offsets, x.to(OUT.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _dq_over_keys(
+def dq_over_keys(
     dq,
     q,
     dout,
@@ -98,15 +94,25 @@ def _dq_over_keys(
     sample,
     N,
     q_originals,
+    LIST,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
     ORDERED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    for n in tl.range(start, stop, BLOCK_N):
+    """Sum over the keys from ``start`` to ``stop``, which may be listed: see ``attend_keys``."""
+    listed = start * 0
+    if BLOCK_SIZE > 0:
+        listed = load_listed(LIST, start, stop, BLOCK_SIZE)
+    for place in tl.range(start, stop, BLOCK_N):
+        n = place
+        if BLOCK_SIZE > 0:
+            n = listed * BLOCK_SIZE + place % BLOCK_SIZE
+            listed = load_listed(LIST, place + BLOCK_N, stop, BLOCK_SIZE)
         k = load_block(k_pointer + n * k_step, k_offsets, k_rows - n, D, BLOCK_N, BLOCK_D, MASKED)
         v = load_block(v_pointer + n * v_step, v_offsets, k_rows - n, D, BLOCK_N, BLOCK_D, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -224,15 +230,15 @@ def dq_kernel(
         if ORDERED:  # every block is masked
             whole = whole * 0
         else:
-            dq = _dq_over_keys(
+            dq = dq_over_keys(
                 dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows,
                 rows, causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale, POSITIONS, sample, N,
-                q_originals, D, BLOCK_D, BLOCK_N, False, DROPOUT, ORDERED, PRECISION,
+                q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, False, DROPOUT, ORDERED, PRECISION,
             )  # fmt: skip
-        dq = _dq_over_keys(
+        dq = dq_over_keys(
             dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
             causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale, POSITIONS, sample, N,
-            q_originals, D, BLOCK_D, BLOCK_N, True, DROPOUT, ORDERED, PRECISION,
+            q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, True, DROPOUT, ORDERED, PRECISION,
         )  # fmt: skip
         dq *= scale
     positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
@@ -243,15 +249,20 @@ def dq_kernel(
         dq = _add_parts(dq, PARTS, places, there & inside, D, BLOCK_D)
     if FINAL:
         start = ((sample * N + first_row) * H + head) * D
-        _store_rows(DQ, start, block_offsets(stride * H * D, BLOCK_M, BLOCK_D, WIDE), inside, dq, D, BLOCK_D)
+        store_block(DQ, start, block_offsets(stride * H * D, BLOCK_M, BLOCK_D, WIDE), inside, dq, D, BLOCK_D)
     else:
         start = (own_part_row(row, own_sample, head, H, tile) + first) * D
         offsets = tl.arange(0, BLOCK_M)[:, None] * D + tl.arange(0, BLOCK_D)[None, :]
-        _store_rows(PARTS, start, offsets, inside, dq, D, BLOCK_D)
+        store_block(PARTS, start, offsets, inside, dq, D, BLOCK_D)
 
 
 @triton.jit
-def _dkv_over_queries(
+def _place(index, first_blocks, start, then, BLOCK_M: tl.constexpr):
+    return tl.where(index < first_blocks, start + index * BLOCK_M, then + (index - first_blocks) * BLOCK_M)
+
+
+@triton.jit
+def dkv_over_queries(
     dk,
     dv,
     k,
@@ -283,24 +294,44 @@ def _dkv_over_queries(
     N,
     q_start,
     k_originals,
+    LIST,
+    listed_rows,
+    first_row,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
     ORDERED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sum over ``first_blocks`` blocks of query rows from ``start`` and ``blocks`` blocks from ``then``."""
+    """Sum over ``first_blocks`` blocks of query rows from ``start`` and ``blocks`` blocks from ``then``.
+
+    If BLOCK_SIZE is not 0, rows are counted in listed blocks, see ``attend_keys``. A listed block has only its rows from
+    ``first_row`` on, which are its first ones then.
+    """
     offsets = row_offsets(stride, BLOCK_M, WIDE)
+    listed = first_blocks * 0
+    if BLOCK_SIZE > 0:
+        listed = load_listed(LIST, _place(0, first_blocks, start, then, BLOCK_M), listed_rows, BLOCK_SIZE)
     for index in tl.range(0, first_blocks + blocks):
-        m = tl.where(index < first_blocks, start + index * BLOCK_M, then + (index - first_blocks) * BLOCK_M)
-        q = load_block(q_pointer + m * q_step, q_offsets, q_rows - m, D, BLOCK_M, BLOCK_D, MASKED)
+        m = _place(index, first_blocks, start, then, BLOCK_M)
+        stop = q_rows
+        if BLOCK_SIZE > 0:
+            inner = m % BLOCK_SIZE
+            m = listed * BLOCK_SIZE + inner
+            if MASKED:
+                m = tl.maximum(listed * BLOCK_SIZE, first_row) + inner
+                stop = tl.minimum(q_rows, (listed + 1) * BLOCK_SIZE)
+            following = _place(index + 1, first_blocks, start, then, BLOCK_M)
+            listed = load_listed(LIST, following, listed_rows, BLOCK_SIZE)
+        q = load_block(q_pointer + m * q_step, q_offsets, stop - m, D, BLOCK_M, BLOCK_D, MASKED)
         rows = m + tl.arange(0, BLOCK_M)
         if MASKED:
-            lse = tl.load(lse_pointer + m * stride + offsets, mask=rows < q_rows, other=float("inf"))
-            delta = tl.load(delta_pointer + m * stride + offsets, mask=rows < q_rows, other=0.0)
+            lse = tl.load(lse_pointer + m * stride + offsets, mask=rows < stop, other=float("inf"))
+            delta = tl.load(delta_pointer + m * stride + offsets, mask=rows < stop, other=0.0)
         else:
             lse = tl.load(lse_pointer + m * stride + offsets)
             delta = tl.load(delta_pointer + m * stride + offsets)
@@ -312,7 +343,7 @@ def _dkv_over_queries(
                 p = tl.where(k_originals[:, None] <= q_originals[None, :], p, 0.0)
             else:
                 p = tl.where((columns[:, None] <= rows[None, :]) | (not causal), p, 0.0)
-        dout = load_block(dout_pointer + m * dout_step, dout_offsets, q_rows - m, D, BLOCK_M, BLOCK_D, MASKED)
+        dout = load_block(dout_pointer + m * dout_step, dout_offsets, stop - m, D, BLOCK_M, BLOCK_D, MASKED)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         if DROPOUT:
             keep = kept(stream, (q_position + rows * stride)[None, :], k_positions[:, None], threshold)
@@ -423,18 +454,18 @@ def dkv_kernel(
             stream = tl.full([], 0, tl.uint32)
             if DROPOUT:
                 stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
-            dk, dv = _dkv_over_queries(
+            dk, dv = dkv_over_queries(
                 dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
                 dout_offsets, begin, crossing, end, cut, q_rows, columns, causal, scale_log2, stream, q_start + q_shift,
                 k_positions, stride, threshold, keep_scale, POSITIONS, sample, N, q_start, k_originals,
-                D, BLOCK_D, BLOCK_M, True, DROPOUT, ORDERED, WIDE, PRECISION,
+                TABLE, 0, 0, D, BLOCK_D, BLOCK_M, 0, True, DROPOUT, ORDERED, WIDE, PRECISION,
             )  # fmt: skip
             if not ORDERED:
-                dk, dv = _dkv_over_queries(
+                dk, dv = dkv_over_queries(
                     dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step,
                     q_offsets, dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_rows, columns, causal, scale_log2,
                     stream, q_start + q_shift, k_positions, stride, threshold, keep_scale, POSITIONS, sample, N, q_start,
-                    k_originals, D, BLOCK_D, BLOCK_M, False, DROPOUT, ORDERED, WIDE, PRECISION,
+                    k_originals, TABLE, 0, 0, D, BLOCK_D, BLOCK_M, 0, False, DROPOUT, ORDERED, WIDE, PRECISION,
                 )  # fmt: skip
         dk *= scale
     first_row = k_start + first * stride
@@ -448,10 +479,10 @@ def dkv_kernel(
     if FINAL:
         start = ((sample * M + first_row) * G + key_head) * D
         offsets = block_offsets(stride * G * D, BLOCK_N, BLOCK_D, WIDE)
-        _store_rows(DK, start, offsets, inside, dk, D, BLOCK_D)
-        _store_rows(DV, start, offsets, inside, dv, D, BLOCK_D)
+        store_block(DK, start, offsets, inside, dk, D, BLOCK_D)
+        store_block(DV, start, offsets, inside, dv, D, BLOCK_D)
     else:
         start = (own_part_row(row, own_sample, key_head, G, tile) + first) * D
         offsets = tl.arange(0, BLOCK_N)[:, None] * D + tl.arange(0, BLOCK_D)[None, :]
-        _store_rows(DK_PARTS, start, offsets, inside, dk, D, BLOCK_D)
-        _store_rows(DV_PARTS, start, offsets, inside, dv, D, BLOCK_D)
+        store_block(DK_PARTS, start, offsets, inside, dk, D, BLOCK_D)
+        store_block(DV_PARTS, start, offsets, inside, dv, D, BLOCK_D)

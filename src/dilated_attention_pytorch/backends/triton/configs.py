@@ -47,6 +47,16 @@ _OTHER = {
     (4, 256): Configs(Config(16, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
 }
 
+# Over block lists, for blocks of 128; smaller ones cut tiles down. Those of other GPUs are the table above.
+_HOPPER_BLOCKS = {
+    (2, 64): Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+    (2, 128): Configs(Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
+    (2, 256): _HOPPER[2, 256],
+    (4, 64): _HOPPER[4, 64],
+    (4, 128): _HOPPER[4, 128],
+    (4, 256): _HOPPER[4, 256],
+}
+
 
 def padded(head_dim: int) -> int:
     """The head size of a block: a power of two, at least 16."""
@@ -57,3 +67,21 @@ def configs(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> C
     """The configurations for a GPU, an element type and a head size."""
     table = _HOPPER if capability[0] == 9 else _OTHER
     return table[dtype.itemsize, max(64, padded(head_dim))]
+
+
+def _within(config: Config, block_size: int) -> Config:
+    """The same with tiles inside of blocks; small tiles need no more than four warps."""
+    block_m, block_n = min(config.block_m, block_size), min(config.block_n, block_size)
+    cut = (block_m, block_n) != (config.block_m, config.block_n)
+    return Config(block_m, block_n, 4 if cut else config.warps, config.stages)
+
+
+def block_configs(capability: tuple[int, int], dtype: torch.dtype, head_dim: int, block_size: int) -> Configs:
+    """The configurations over lists of blocks of so many positions; a tile divides a block.
+
+    >>> block_configs((9, 0), torch.bfloat16, 64, 32).forward
+    Config(block_m=32, block_n=32, warps=4, stages=3)
+    """
+    table = _HOPPER_BLOCKS if capability[0] == 9 else _OTHER
+    chosen = table[dtype.itemsize, max(64, padded(head_dim))]
+    return Configs(*(_within(config, block_size) for config in (chosen.forward, chosen.dq, chosen.dkv)))

@@ -14,6 +14,7 @@ from dilated_attention_pytorch.backends.triton.primitives import (
     find_family,
     kept,
     load_block,
+    load_listed,
     load_positions,
     locate,
     own_part_row,
@@ -23,7 +24,7 @@ from dilated_attention_pytorch.backends.triton.primitives import (
 
 
 @triton.jit
-def _attend_keys(
+def attend_keys(
     acc,
     m2,
     total,
@@ -50,16 +51,29 @@ def _attend_keys(
     sample,
     N,
     q_originals,
+    LIST,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
     ORDERED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One online-softmax pass over the keys from ``start`` to ``stop``."""
-    for n in tl.range(start, stop, BLOCK_N):
+    """One online-softmax pass over the keys from ``start`` to ``stop``.
+
+    If BLOCK_SIZE is not 0, both count in the blocks of so many keys that LIST has, one after the other: with blocks of 64
+    and the list 3, 7, keys 64 to 127 are those from row 7 * 64 on. The next block's number is loaded ahead of its keys.
+    """
+    listed = start * 0
+    if BLOCK_SIZE > 0:
+        listed = load_listed(LIST, start, stop, BLOCK_SIZE)
+    for place in tl.range(start, stop, BLOCK_N):
+        n = place
+        if BLOCK_SIZE > 0:
+            n = listed * BLOCK_SIZE + place % BLOCK_SIZE
+            listed = load_listed(LIST, place + BLOCK_N, stop, BLOCK_SIZE)
         k = load_block(k_pointer + n * k_step, k_offsets, k_rows - n, D, BLOCK_N, BLOCK_D, MASKED)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         columns = n + tl.arange(0, BLOCK_N)
@@ -195,15 +209,15 @@ def forward_kernel(
         if ORDERED:  # every block is masked
             whole = whole * 0
         else:
-            acc, m2, total = _attend_keys(
+            acc, m2, total = attend_keys(
                 acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
                 causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale, POSITIONS, sample, N,
-                q_originals, D, BLOCK_D, BLOCK_N, False, DROPOUT, ORDERED, PRECISION,
+                q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, False, DROPOUT, ORDERED, PRECISION,
             )  # fmt: skip
-        acc, m2, total = _attend_keys(
+        acc, m2, total = attend_keys(
             acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
             causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale, POSITIONS, sample, N,
-            q_originals, D, BLOCK_D, BLOCK_N, True, DROPOUT, ORDERED, PRECISION,
+            q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, True, DROPOUT, ORDERED, PRECISION,
         )  # fmt: skip
         acc = acc / total[:, None]
         m2 += tl.math.log2(total)

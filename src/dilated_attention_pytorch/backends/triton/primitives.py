@@ -1,4 +1,4 @@
-"""What the kernels share: finding a program's tile, dropout, block loads.
+"""What the kernels share: finding a program's tile, dropout, block loads, listed blocks.
 
 Names: ``m`` counts query rows and ``n`` key rows of a tile, ``d`` the head size; ``lse2`` is in base 2. Row numbers of
 tensors and pointers are int64, row numbers within a tile int32.
@@ -113,6 +113,19 @@ def load_block(pointer, offsets, rows_left, D: tl.constexpr, BLOCK: tl.constexpr
         return tl.load(pointer + offsets, mask=(tl.arange(0, BLOCK_D) < D)[None, :], other=0.0)
     else:
         return tl.load(pointer + offsets)
+
+
+@triton.jit
+def store_block(OUT, start, offsets, inside, x, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write the rows of a block that are ``inside``, without what is behind the head size."""
+    mask = inside[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    tl.store(OUT + start + offsets, x.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_listed(LIST, place, stop, BLOCK_SIZE: tl.constexpr):
+    """The number of the listed block at place ``place``, in rows, of blocks that follow one another; 0 behind the end."""
+    return tl.load(LIST + place // BLOCK_SIZE, mask=place < stop, other=0)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from dilated_attention_pytorch import dropout
 from dilated_attention_pytorch.backends.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from dilated_attention_pytorch.backends.triton.configs import Config, Configs, configs, padded
 from dilated_attention_pytorch.backends.triton.forward import forward_kernel
+from dilated_attention_pytorch.backends.triton.launch import launch
 from dilated_attention_pytorch.backends.triton.tables import SUM_ROWS, Work, work
 from dilated_attention_pytorch.problem import Problem
 
@@ -22,14 +23,23 @@ LOG2_E = math.log2(math.e)
 SUM = Config(block_m=SUM_ROWS, block_n=SUM_ROWS, warps=4, stages=1)
 
 
+def capability(x: Tensor) -> tuple[int, int]:
+    """Of the GPU that holds ``x``; the interpreter takes what is shipped for Hopper."""
+    return torch.cuda.get_device_capability(x.device) if x.device.type == "cuda" else (9, 0)
+
+
 def _configs(x: Tensor) -> Configs:
-    capability = torch.cuda.get_device_capability(x.device) if x.device.type == "cuda" else (9, 0)
-    return configs(capability, x.dtype, x.shape[-1])
+    return configs(capability(x), x.dtype, x.shape[-1])
 
 
 def _constants(problem: Problem, x: Tensor, config: Config, dropout_p: float, strides: tuple[int, ...]) -> dict[str, Any]:
     """What all kernels over tiles are specialised on."""
     step = max(problem.pattern.dilation_rates) * max(*strides, problem.heads * x.shape[-1])
+    return {"DROPOUT": dropout_p > 0.0, **tile_constants(x, config, step)}
+
+
+def tile_constants(x: Tensor, config: Config, step: int) -> dict[str, Any]:
+    """What kernels are specialised on for rows of ``x`` that are ``step`` elements apart."""
     # float32 products are exact to float32 unless the caller allowed less for all of PyTorch.
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     return {
@@ -37,7 +47,6 @@ def _constants(problem: Problem, x: Tensor, config: Config, dropout_p: float, st
         "BLOCK_D": padded(x.shape[-1]),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "DROPOUT": dropout_p > 0.0,
         "WIDE": step * max(config.block_m, config.block_n) >= 2**31,
         "PRECISION": "ieee" if exact else "tf32",
         "num_warps": config.warps,
@@ -63,7 +72,7 @@ def result_buffer(like: Tensor, todo: Work) -> Tensor:
     return make(like.shape, dtype=like.dtype, device=like.device)
 
 
-def launch(todo: Work, config: Config, call: Callable[..., None]) -> None:
+def each_launch(todo: Work, config: Config, call: Callable[..., None]) -> None:
     """``call(config, programs, table, ATTEND=..., FINAL=...)`` for every launch."""
     for one in todo.launches:
         call(config if one.attends else SUM, one.programs, one.table, ATTEND=one.attends, FINAL=one.final)
@@ -87,14 +96,15 @@ def launch_forward(
     """One launch over ``tensors``: query, key, value, parts, parts_lse2, out, lse."""
     query, key, value, *_, lse = tensors
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
-    forward_kernel[(programs,)](
-        *tensors, table, todo.layout, todo.offsets, lse if seed is None else seed, lse if positions is None else positions,
+    optional = lse if seed is None else seed, lse if positions is None else positions
+    numbers = (
         table.shape[0], *strides,
         problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        problem.keys - problem.queries, abs(scale) * LOG2_E, *_keep(dropout_p), NEGATIVE=scale < 0,
-        ORDERED=positions is not None, **mode,
-        **_constants(problem, query, config, dropout_p, strides),
+        problem.keys - problem.queries, abs(scale) * LOG2_E, *_keep(dropout_p),
     )  # fmt: skip
+    constants = {"NEGATIVE": scale < 0, "ORDERED": positions is not None, **mode}
+    constants |= _constants(problem, query, config, dropout_p, strides)
+    launch(forward_kernel, programs, (*tensors, table, todo.layout, todo.offsets, *optional), numbers, constants)
 
 
 def forward_buffers(problem: Problem, query: Tensor, todo: Work) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -115,7 +125,7 @@ def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, **optio
     def call(*which: Any, **mode: Any) -> None:
         launch_forward(problem, todo, (query, key, value, *parts, out, lse), *which, **options, **mode)
 
-    launch(todo, config, call)
+    each_launch(todo, config, call)
     return out, lse
 
 
@@ -138,13 +148,14 @@ def _launch_backward(
 ) -> None:
     query, key, value, dout, lse, *_ = tensors
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
-    kernel[(programs,)](
-        *tensors, table, todo.layout, todo.offsets, lse if seed is None else seed, lse if positions is None else positions,
+    optional = lse if seed is None else seed, lse if positions is None else positions
+    numbers = (
         table.shape[0], *strides, *sizes,
         problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        problem.keys - problem.queries, scale * LOG2_E, scale, *_keep(dropout_p), ORDERED=positions is not None, **mode,
-        **_constants(problem, query, config, dropout_p, strides),
+        problem.keys - problem.queries, scale * LOG2_E, scale, *_keep(dropout_p),
     )  # fmt: skip
+    constants = {"ORDERED": positions is not None, **mode, **_constants(problem, query, config, dropout_p, strides)}
+    launch(kernel, programs, (*tensors, table, todo.layout, todo.offsets, *optional), numbers, constants)
 
 
 def launch_dq(problem: Problem, todo: Work, tensors: tuple[Tensor, ...], *which: Any, **options: Any) -> None:
@@ -185,13 +196,13 @@ def portable_gradients(
     def by_query() -> Tensor:
         todo = work(problem, block=chosen.dq.block_m, by_keys=False, device=query.device)
         tensors = (*inputs, *dq_buffers(query, todo))
-        launch(todo, chosen.dq, lambda *which, **mode: launch_dq(problem, todo, tensors, *which, **options, **mode))
+        each_launch(todo, chosen.dq, lambda *which, **mode: launch_dq(problem, todo, tensors, *which, **options, **mode))
         return tensors[-1]
 
     def by_key() -> tuple[Tensor, ...]:
         todo = work(problem, block=chosen.dkv.block_n, by_keys=True, device=query.device)
         tensors = (*inputs, *dkv_buffers(key, value, todo))
-        launch(todo, chosen.dkv, lambda *which, **mode: launch_dkv(problem, todo, tensors, *which, **options, **mode))
+        each_launch(todo, chosen.dkv, lambda *which, **mode: launch_dkv(problem, todo, tensors, *which, **options, **mode))
         return tensors[-2:]
 
     # One after the other, so that the parts of dq are gone before those of dk and dv exist.
@@ -234,8 +245,9 @@ def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     delta = torch.empty((batch, heads, n), dtype=torch.float32, device=out.device)
     if out.numel():
         block = 64
-        delta_kernel[(triton.cdiv(batch * n * heads, block),)](
-            dout, out, delta if dlse is None else dlse.contiguous(), delta, *dout.stride()[:3], batch * n * heads, n, heads,
-            D=d, BLOCK_D=padded(d), BLOCK=block, HAS_DLSE=dlse is not None,
-        )  # fmt: skip
+        lse_gradient = delta if dlse is None else dlse.contiguous()
+        numbers = (*dout.stride()[:3], batch * n * heads, n, heads)
+        constants = {"D": d, "BLOCK_D": padded(d), "BLOCK": block, "HAS_DLSE": dlse is not None}
+        programs = triton.cdiv(batch * n * heads, block)
+        launch(delta_kernel, programs, (dout, out, lse_gradient, delta), numbers, constants)
     return delta

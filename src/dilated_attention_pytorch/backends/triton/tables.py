@@ -23,6 +23,7 @@ Sequences of their own (``lengths``, ``cu_seqlens``) only add rows to the tables
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -155,19 +156,24 @@ def _tree(problem: Problem, groups: list[list[_Placed]], root: int, square: bool
 
 
 # What captured graphs read when they are replayed, as long as the process lives.
-_CAPTURED: list[Work] = []
+_CAPTURED: list[object] = []
+
+
+def keep_for_device(owner: object, tensors: Iterable[Tensor]) -> None:
+    """Note that the current stream reads cached ``tensors`` of ``owner``."""
+    for tensor in tensors:
+        if tensor.device.type != "cuda":
+            continue
+        # Tables may leave the cache while the GPU still reads them, on another stream than they were made on.
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if torch.cuda.is_current_stream_capturing() and not any(owner is captured for captured in _CAPTURED):
+            _CAPTURED.append(owner)
 
 
 def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -> Work:
     """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head."""
     todo = _work(problem, block=block, by_keys=by_keys, device=device)
-    if device.type == "cuda":
-        # Tables may leave the cache while the GPU still reads them, on another stream than they were made on.
-        stream = torch.cuda.current_stream(device)
-        for tensor in (todo.layout, todo.offsets, *(launch.table for launch in todo.launches)):
-            tensor.record_stream(stream)
-        if torch.cuda.is_current_stream_capturing() and not any(todo is captured for captured in _CAPTURED):
-            _CAPTURED.append(todo)
+    keep_for_device(todo, (todo.layout, todo.offsets, *(launch.table for launch in todo.launches)))
     return todo
 
 

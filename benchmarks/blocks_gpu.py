@@ -1,0 +1,179 @@
+"""Block-sparse attention on one GPU against FlexAttention and dense cuDNN attention: time, rate, memory, error.
+
+    PYTHONPATH=src python3 benchmarks/blocks_gpu.py [--only 'random 0.1 D=64,window D=64'] [--backends auto] [--out FILE]
+
+``x flex`` is FlexAttention's time with the same block mask, compiled, over ours; ``x rate`` our rate on the blocks computed
+over that of dense cuDNN attention; ``x dense`` the time of dense attention of the same length over ours. Errors are
+differences from the path of stock operators (``sdpa``) on the same tensors, relative, by norms. All in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import gpu
+import torch
+import triton
+from torch.nn.attention import flex_attention
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch import BlockSparse, SparsePatternConfig, attention
+from dilated_attention_pytorch.blocks import call as block_call
+from dilated_attention_pytorch.blocks import ops as block_ops
+from dilated_attention_pytorch.measure import peak_extra_bytes
+
+BLOCK = 128
+Runs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    n: int
+    heads: int
+    head_dim: int
+    density: float = 0.0  # of a random mask, the same for all heads
+    window: int = 0  # tokens, in place of the mask
+    flex: bool = False  # compare with FlexAttention
+    dense: bool = False  # compare with dense attention of the same length
+
+    def mask(self) -> torch.Tensor:
+        """Random blocks and the diagonal, (query blocks, key blocks)."""
+        blocks = self.n // BLOCK
+        random = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(0)) < self.density
+        return (random | torch.eye(blocks, dtype=torch.bool)).to(gpu.GPU)
+
+    def pattern(self) -> BlockSparse:
+        if self.window:
+            return BlockSparse.from_config(SparsePatternConfig("local_window", self.window / self.n, block_size=BLOCK))
+        return BlockSparse.custom(self.mask(), block_size=BLOCK)
+
+    def tensors(self) -> list[torch.Tensor]:
+        shape = (1, self.n, self.heads, self.head_dim)
+        return [torch.randn(shape, device=gpu.GPU, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+
+
+SETTINGS = {
+    f"random {density} D={d}": Setting(2**16, 16, d, density, flex=True) for d in (64, 128) for density in (0.05, 0.1, 0.25)
+}
+SETTINGS |= {f"window D={d}": Setting(2**20, 1024 // d, d, window=2048) for d in (64, 128)}
+SETTINGS |= {f"random 128k D={d}": Setting(2**17, 16, d, 0.1, dense=True) for d in (64, 128)}
+
+
+@cache
+def compiled_flex(heads: int, head_dim: int) -> Callable:
+    """One compilation for all masks of a shape."""
+    return torch.compile(flex_attention.flex_attention, dynamic=False)
+
+
+def flex_call(s: Setting) -> Runs:
+    """FlexAttention over the same blocks, all of them full: it evaluates no mask inside."""
+    mask = s.mask()
+    counts = mask.sum(-1, dtype=torch.int32)[None, None]
+    indices = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)[None, None]
+    empty = (torch.zeros_like(counts), torch.zeros_like(indices))
+    block_mask = flex_attention.BlockMask.from_kv_blocks(*empty, counts, indices, BLOCK_SIZE=BLOCK)
+    run = compiled_flex(s.heads, s.head_dim)
+    return lambda *x: run(*(y.transpose(1, 2) for y in x), block_mask=block_mask).transpose(1, 2)
+
+
+def dense_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def with_grads(run: Runs, inputs: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
+    out = run(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def lists_of(pattern: BlockSparse, inputs: list[torch.Tensor]) -> tuple[int, int]:
+    """Entries of the lists (of one head), and bytes of both tables that kernels read."""
+    q, k, _ = (x.detach() for x in inputs)
+    by_query, by_key = block_ops.block_tables(q, k, *block_call._arguments(q, k, pattern, None, None, False, 1.0))
+    tables = (*by_query.tensors, *by_key().tensors)
+    return int(by_query.counts.sum()), sum(x.numel() * x.element_size() for x in tables)
+
+
+def measure(name: str, s: Setting, backends: list[str]) -> list[dict]:
+    inputs, pattern = s.tensors(), s.pattern()
+    dout = torch.randn_like(inputs[0])
+    entries, list_bytes = lists_of(pattern, inputs)
+    flops = 4 * s.head_dim * s.heads * entries * BLOCK**2
+    others: dict[str, tuple[float, float]] = {}
+    if s.flex:
+        others["flex"] = gpu.forward_and_backward(flex_call(s), inputs)
+    if s.dense:
+        others["dense"] = gpu.forward_and_backward(dense_call, inputs)
+    dense_rates = gpu.dense_rates(gpu.Setting(gpu.FLAT, s.n, s.heads, s.head_dim, 2048))
+    expected = with_grads(lambda *x: attention(*x, pattern, backend="sdpa"), inputs, dout)
+    rows = []
+    for backend in backends:
+        run = lambda *x, b=backend: attention(*x, pattern, backend=b)  # noqa: E731
+        times = gpu.forward_and_backward(run, inputs)
+        actual = with_grads(run, inputs, dout)
+        with torch.no_grad():
+            extra = peak_extra_bytes(lambda run=run: run(*inputs), gpu.GPU)
+        needed = inputs[0].numel() * 2 + s.heads * s.n * 4 + list_bytes
+        row = {"setting": name, "backend": backend, "blocks": entries, "forward_extra_gib": extra / 2**30}
+        row["out_lse_lists_gib"] = needed / 2**30
+        for way, ms, factor, rate in zip(("forward", "backward"), times, (1, 2.5), dense_rates, strict=True):
+            tflops = factor * flops / ms / 1e9
+            row |= {f"{way}_ms": ms, f"{way}_tflops": tflops, f"{way}_x_rate": tflops / rate}
+            row |= {f"{way}_dense_tflops": rate}
+            for other, (forward, backward) in others.items():
+                theirs = forward if way == "forward" else backward
+                row |= {f"{way}_{other}_ms": theirs, f"{way}_x_{other}": theirs / ms}
+        errors = zip(("out", "dq", "dk", "dv"), actual, expected, strict=True)
+        row |= {f"{x}_error": float((a - e).float().norm() / e.float().norm()) for x, a, e in errors}
+        rows.append(row)
+    return rows
+
+
+def print_row(row: dict) -> None:
+    ways = [(way, x) for x in ("flex", "rate", "dense") for way in ("forward", "backward") if f"{way}_x_{x}" in row]
+    compared = [f"{way} x {x} {row[f'{way}_x_{x}']:.3f}" for way, x in ways]
+    print(
+        f"{row['setting']:18s} {row['backend']:8s} forward {row['forward_ms']:8.3f} ms {row['forward_tflops']:4.0f} "
+        f"TFLOP/s, backward {row['backward_ms']:8.3f} ms {row['backward_tflops']:4.0f}; {', '.join(compared)}; extra "
+        f"{row['forward_extra_gib']:.3f} of {row['out_lse_lists_gib']:.3f} GiB; errors "
+        + " ".join(f"{row[f'{x}_error']:.1e}" for x in ("out", "dq", "dk", "dv")),
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="settings, separated by commas")
+    parser.add_argument("--backends", default="auto")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else list(SETTINGS)
+    torch.manual_seed(0)
+    chosen = f"--only '{','.join(names)}' --backends {options.backends}"
+    report = {
+        "command": f"PYTHONPATH=src python3 benchmarks/blocks_gpu.py {chosen}",
+        "gpu": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "library": dilated_attention_pytorch.__version__,
+        "rows": [],
+    }
+    for name in names:
+        torch.cuda.empty_cache()
+        for row in measure(name, SETTINGS[name], options.backends.split(",")):
+            report["rows"].append(row)
+            print_row(row)
+        if options.out:  # after each setting: what was measured is there even if a later one fails
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

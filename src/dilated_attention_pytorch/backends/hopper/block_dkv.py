@@ -1,0 +1,269 @@
+"""The backward kernel for Hopper over block lists by key rows: dkv.py with query rows that a transposed list names."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dilated_attention_pytorch.backends.hopper.block_pieces import find_block_item, find_list, listed_row
+from dilated_attention_pytorch.backends.hopper.dkv import _load_kv, _weights, copy_elements
+from dilated_attention_pytorch.backends.hopper.pieces import (
+    address,
+    allocate_barriers,
+    allocate_rows,
+    hold,
+    load_rows,
+    row_descriptor,
+    store_rows,
+    wait_held,
+)
+from dilated_attention_pytorch.backends.triton.primitives import LOG2_E
+
+
+@gluon.jit
+def _listed_blocks(count, BLOCK_M: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Blocks of BLOCK_M listed query rows; at least one, of which nothing is seen if the list is empty."""
+    return gl.maximum(count * (BLOCK_SIZE // BLOCK_M), 1)
+
+
+@gluon.jit
+def _load_unit(
+    member, kv_at, kv_steps, first, number, q_at, dout_at, lse_at, delta_at, steps, LIST, count, length, counter, smem, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Ask for an item's keys and values, if this is its first unit, then for listed rows of q and dout, with statistics."""
+    if member == 0:
+        _load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D)
+    _, _, q_smem, dout_smem, lse_smem, delta_smem = smem
+    _, _, q_full, dout_full, row_full, empty, _ = bars
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    q_desc = row_descriptor(q_at, length, steps[0], D, BLOCK_M, BLOCK_D)
+    dout_desc = row_descriptor(dout_at, length, steps[1], D, BLOCK_M, BLOCK_D)
+    q_row = listed_row(LIST, 0, count, BLOCK_SIZE)
+    for block in range(_listed_blocks(count, BLOCK_M, BLOCK_SIZE)):
+        stage = counter % STAGES
+        mbarrier.wait(empty.index(stage), (counter // STAGES & 1) ^ 1)
+        load_rows(q_desc, q_row, q_full, q_smem, stage)
+        load_rows(dout_desc, q_row, dout_full, dout_smem, stage)
+        # Rows behind the sequence's end are masked; any statistics do.
+        rows = gl.minimum(q_row + gl.arange(0, BLOCK_M, LINE), length - 1)
+        copy_elements(lse_smem.index(stage), lse_at + rows)
+        copy_elements(delta_smem.index(stage), delta_at + rows)
+        async_copy.mbarrier_arrive(row_full.index(stage), increment_count=False)
+        q_row = listed_row(LIST, (block + 1) * BLOCK_M, count, BLOCK_SIZE)
+        counter += 1
+    return counter
+
+
+@gluon.jit
+def _produce_dkv(
+    tensors, statistics, tables, rows, items, group, sizes, strides, smem, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    Q, K, V, DOUT = tensors
+    LSE, DELTA = statistics
+    N, H = sizes
+    q_strides, k_strides, v_strides, dout_strides = strides
+    done = bars[6]
+    counter = 0
+    number = 0
+    unit = 0  # a query head of an item
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, key_head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
+        kv_at = (
+            address(K, k_strides, sample, starts[1], key_head),
+            address(V, v_strides, sample, starts[1], key_head),
+        )
+        kv_steps = k_strides[1], v_strides[1]
+        steps = q_strides[1], dout_strides[1]
+        for member in range(group):
+            head = key_head * group + member
+            count, LIST, _, _ = find_list(tables, row, head, first, length)
+            q_at = address(Q, q_strides, sample, starts[0], head)
+            dout_at = address(DOUT, dout_strides, sample, starts[0], head)
+            place = (sample.to(gl.int64) * H + head) * N + starts[0]
+            parity = unit & 1
+            mbarrier.wait(done.index(parity), (unit >> 1 & 1) ^ 1)
+            if parity == 0:
+                counter = _load_unit(
+                    member, kv_at, kv_steps, first, number, q_at, dout_at, LSE + place, DELTA + place, steps, LIST, count,
+                    length, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE,
+                )  # fmt: skip
+            else:
+                counter = _load_unit(
+                    member, kv_at, kv_steps, first, number, q_at, dout_at, LSE + place, DELTA + place, steps, LIST, count,
+                    length, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE,
+                )  # fmt: skip
+            unit += 1
+        number += 1
+
+
+@gluon.jit
+def _masked_blocks(
+    count, first_entry, last_entry, first, length, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_SIZE: gl.constexpr
+):  # fmt: skip
+    """The first block of listed query rows that needs no causal mask, and the end of those that end in the sequence.
+
+    Only the first entry of a list may be the block of the keys themselves, only the last one the end of the sequence.
+    """
+    EACH: gl.constexpr = BLOCK_SIZE // BLOCK_M
+    clear = count * 0
+    if CAUSAL:
+        clear = gl.where(first_entry == first // BLOCK_SIZE, EACH, 0)
+    ending = gl.minimum((length - last_entry * BLOCK_SIZE) // BLOCK_M, EACH)
+    return clear, gl.where(count > 0, (count - 1) * EACH + ending, 0)
+
+
+@gluon.jit
+def _compute_dkv(
+    half: gl.constexpr, results, tables, rows, items, group, sizes, scale_log2, scale, smem, bars, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    OVERLAP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    DK, DV = results
+    M, G = sizes
+    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem = smem
+    rows_full, rows_empty, q_full, dout_full, row_full, empty, done = bars
+    EACH: gl.constexpr = BLOCK_SIZE // BLOCK_M
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    dtype: gl.constexpr = q_smem.dtype
+    none = gl.full([64, BLOCK_M], 0.0, gl.float32, S)
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
+    numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O))
+    counter = 0
+    number = 0
+    unit = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, key_head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
+        begin = first + half * 64
+        columns = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
+        mbarrier.wait(rows_full.index(half), number & 1)
+        k = hold(k_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 1)
+        v = hold(v_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 2)
+        dk = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+        dv = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+        for member in range(group):
+            count, _, first_entry, last_entry = find_list(tables, row, key_head * group + member, first, length)
+            clear, whole = _masked_blocks(count, first_entry, last_entry, first, length, CAUSAL, BLOCK_M, BLOCK_SIZE)
+            stop = gl.where(count > 0, length, 0)  # rows of an empty list are none of the sequence
+            # Where the first block of listed rows would be, seen from the first and from the last entry.
+            from_first = first_entry * BLOCK_SIZE
+            from_last = (last_entry - (count - 1)) * BLOCK_SIZE
+            if OVERLAP:
+                p = gl.full([64, BLOCK_M], 0.0, dtype, P)
+                ds = gl.full([64, BLOCK_M], 0.0, dtype, P)
+                # The first block is added up with weights 0 and then once more with its own: it stays until then.
+                last = counter % STAGES
+            for block in range(_listed_blocks(count, BLOCK_M, BLOCK_SIZE)):
+                stage = counter % STAGES
+                phase = counter // STAGES & 1
+                mbarrier.wait(q_full.index(stage), phase)
+                s = warpgroup_mma(k, q_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+                mbarrier.wait(dout_full.index(stage), phase)
+                dp = warpgroup_mma(v, dout_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+                # Right for blocks of the first and of the last entry: others are not masked.
+                q_rows = gl.where(block < EACH, from_first, from_last) + block * BLOCK_M + m
+                masked = (block < clear) | (block >= whole)
+                if OVERLAP:
+                    last_p = p
+                    last_ds = ds
+                    dv = warpgroup_mma(last_p, dout_smem.index(last), dv, is_async=True)
+                    dk = warpgroup_mma(last_ds, q_smem.index(last), dk, is_async=True)
+                    s, k = wait_held(3, s, k, HELD >= 1)
+                    dp, v = wait_held(2, dp, v, HELD >= 2)
+                    mbarrier.wait(row_full.index(stage), phase)
+                    lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
+                    delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
+                    weights = _weights(s, lse2, scale_log2, q_rows, columns, masked, stop, length, CAUSAL)
+                    p = gl.convert_layout(weights.to(dtype), P)
+                    ds = gl.convert_layout((weights * (dp - delta[None, :])).to(dtype), P)
+                    # Products read their left sides from registers until they are done: named here, so that they last.
+                    dv, dk, last_p, last_ds = warpgroup_mma_wait(0, deps=(dv, dk, last_p, last_ds))
+                    mbarrier.arrive(empty.index(last), count=1, pred=block > 0)
+                    last = stage
+                else:
+                    mbarrier.wait(row_full.index(stage), phase)
+                    s, k = wait_held(1, s, k, HELD >= 1)
+                    lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
+                    weights = _weights(s, lse2, scale_log2, q_rows, columns, masked, stop, length, CAUSAL)
+                    p = gl.convert_layout(weights.to(dtype), P)
+                    dv = warpgroup_mma(p, dout_smem.index(stage), dv, is_async=True)
+                    dp, v = wait_held(1, dp, v, HELD >= 2)
+                    delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
+                    ds = gl.convert_layout((weights * (dp - delta[None, :])).to(dtype), P)
+                    dk = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
+                    dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
+                    mbarrier.arrive(empty.index(stage), count=1)
+                counter += 1
+            if OVERLAP:
+                dv = warpgroup_mma(p, dout_smem.index(last), dv, is_async=True)
+                dk = warpgroup_mma(ds, q_smem.index(last), dk, is_async=True)
+                dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
+                mbarrier.arrive(empty.index(last), count=1)
+            mbarrier.arrive(done.index(unit & 1), count=1)
+            unit += 1
+        mbarrier.arrive(rows_empty.index(half), count=1)
+        number += 1
+
+        inside = (begin + numbers) < length
+        start = ((sample.to(gl.int64) * M + starts[1] + begin) * G + key_head) * D
+        store_rows(DK, dk * scale, start, G * D, numbers, inside, d, D, BLOCK_D)
+        store_rows(DV, dv, start, G * D, numbers, inside, d, D, BLOCK_D)
+
+
+@gluon.jit(do_not_specialize=["rows", "items", "N", "M", "H", "G"])
+def block_dkv_kernel(
+    Q, K, V, DOUT, LSE, DELTA, DK, DV, TABLE, COUNTS, STARTS, INDICES, rows, items,
+    q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
+    dout_stride_b, dout_stride_n, dout_stride_h,
+    N, M, H, G, group, scale_log2, scale,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    HELD: gl.constexpr,  # how many of k and v stay in registers
+    OVERLAP: gl.constexpr,  # compute scores while the block before is still being added up
+    BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of blocks of 128 key rows, summed over the query rows that list them and the query heads of their group."""
+    dtype: gl.constexpr = Q.dtype.element_ty
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    smem = (
+        allocate_rows(dtype, 2, 64, BLOCK_D),
+        allocate_rows(dtype, 2, 64, BLOCK_D),
+        allocate_rows(dtype, STAGES, BLOCK_M, BLOCK_D),
+        allocate_rows(dtype, STAGES, BLOCK_M, BLOCK_D),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINES),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINES),
+    )
+    bars = (
+        allocate_barriers(2, 2),
+        allocate_barriers(2, 1),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, 32),
+        allocate_barriers(STAGES, 2),
+        allocate_barriers(2, 2),
+    )
+    fence_async_shared()
+    strides = (
+        (q_stride_b, q_stride_n, q_stride_h),
+        (k_stride_b, k_stride_n, k_stride_h),
+        (v_stride_b, v_stride_n, v_stride_h),
+        (dout_stride_b, dout_stride_n, dout_stride_h),
+    )
+    results = DK, DV
+    statistics = LSE, DELTA
+    tables = TABLE, COUNTS, STARTS, INDICES
+    gl.warp_specialize([
+        (_compute_dkv, (gl.constexpr(0), results, tables, rows, items, group, (M, G), scale_log2, scale, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
+        (_compute_dkv, (gl.constexpr(1), results, tables, rows, items, group, (M, G), scale_log2, scale, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
+        (_produce_dkv, ((Q, K, V, DOUT), statistics, tables, rows, items, group, (N, H), strides, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE)),
+    ], [4, 1], [232, 40])  # fmt: skip

@@ -1,0 +1,230 @@
+"""The backward kernel for Hopper over block lists by query rows: dq.py with keys that a list names."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dilated_attention_pytorch.backends.hopper.block_pieces import (
+    find_block_item,
+    find_list,
+    listed_keys,
+    listed_row,
+    seen_listed,
+)
+from dilated_attention_pytorch.backends.hopper.dq import _score_gradient
+from dilated_attention_pytorch.backends.hopper.pieces import (
+    address,
+    allocate_barriers,
+    allocate_rows,
+    hold,
+    load_rows,
+    row_descriptor,
+    store_rows,
+    wait_held,
+)
+from dilated_attention_pytorch.backends.triton.primitives import LOG2_E
+
+
+@gluon.jit
+def _load_dq_item(
+    at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    q_smem, dout_smem, k_smem, v_smem = smem
+    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, _ = bars
+    q_desc = row_descriptor(at[0], length, steps[0], D, 64, BLOCK_D)
+    k_desc = row_descriptor(at[1], length, steps[1], D, BLOCK_N, BLOCK_D)
+    v_desc = row_descriptor(at[2], length, steps[2], D, BLOCK_N, BLOCK_D)
+    dout_desc = row_descriptor(at[3], length, steps[3], D, 64, BLOCK_D)
+    k_row = listed_row(LIST, 0, count, BLOCK_SIZE)
+    for half in gl.static_range(2):
+        mbarrier.wait(rows_empty.index(half), number & 1 ^ 1)
+        load_rows(q_desc, first + half * 64, rows_full, q_smem, half)
+        load_rows(dout_desc, first + half * 64, rows_full, dout_smem, half)
+    for block in range(blocks):
+        stage = counter % STAGES
+        phase = counter // STAGES & 1
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        load_rows(k_desc, k_row, k_full, k_smem, stage)
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        load_rows(v_desc, k_row, v_full, v_smem, stage)
+        k_row = listed_row(LIST, (block + 1) * BLOCK_N, count, BLOCK_SIZE)
+        counter += 1
+    return counter
+
+
+@gluon.jit
+def _produce_dq(
+    tensors, tables, rows, items, group, strides, smem, bars, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    Q, K, V, DOUT = tensors
+    q_strides, k_strides, v_strides, dout_strides = strides
+    done = bars[6]
+    counter = 0
+    number = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
+        count, LIST, _, last = find_list(tables, row, head, first, length)
+        blocks, _ = listed_keys(count, last, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
+        key_head = head // group
+        at = (
+            address(Q, q_strides, sample, starts[0], head),
+            address(K, k_strides, sample, starts[1], key_head),
+            address(V, v_strides, sample, starts[1], key_head),
+            address(DOUT, dout_strides, sample, starts[0], head),
+        )
+        steps = q_strides[1], k_strides[1], v_strides[1], dout_strides[1]
+        parity = number & 1
+        mbarrier.wait(done.index(parity), (number >> 1 & 1) ^ 1)
+        if parity == 0:
+            counter = _load_dq_item(
+                at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
+                D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
+            )  # fmt: skip
+        else:
+            counter = _load_dq_item(
+                at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
+                D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
+            )  # fmt: skip
+        number += 1
+
+
+@gluon.jit
+def _compute_dq(
+    half: gl.constexpr, DQ, statistics, tables, rows, items, sizes, scale_log2, scale, smem, bars, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    LSE, DELTA = statistics
+    N, H = sizes
+    q_smem, dout_smem, k_smem, v_smem = smem
+    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, done = bars
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    dtype: gl.constexpr = q_smem.dtype
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+    none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
+    numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O))
+    counter = 0
+    number = 0
+    row, head, first, sample, starts, length = find_block_item(tables[0], rows, gl.program_id(0), BLOCK_SIZE)
+    count, _, _, last_entry = find_list(tables, row, head, first, length)
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        blocks, clear_blocks = listed_keys(count, last_entry, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
+        begin = first + half * 64
+        q_rows = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
+        place = (sample.to(gl.int64) * H + head) * N + starts[0] + q_rows
+        # rows behind the sequence: weights exp2(0 - inf) = 0
+        lse2 = gl.load(LSE + place, mask=q_rows < length, other=float("inf")) * LOG2_E
+        delta = gl.load(DELTA + place, mask=q_rows < length, other=0.0)
+        seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
+        mbarrier.wait(rows_full.index(half), number & 1)
+        q = hold(q_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 1)
+        dout = hold(dout_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 2)
+        dq = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+
+        # The scores of a block are computed while dq of the block before is still being added up.
+        stage = counter % STAGES
+        phase = counter // STAGES & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(stage), phase)
+        dp = warpgroup_mma(dout, v_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+        if HELD == 2:  # not before products have read the registers: only then they are loaded for sure
+            mbarrier.arrive(rows_empty.index(half), count=1)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        ds = _score_gradient(s, dp, lse2, delta, scale_log2, 0, clear_blocks <= 0, columns, seen)
+        ds = gl.convert_layout(ds.to(dtype), P)
+        for block in range(1, blocks):
+            counter += 1
+            last = stage
+            stage = counter % STAGES
+            phase = counter // STAGES & 1
+            mbarrier.wait(k_full.index(stage), phase)
+            s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(stage), phase)
+            dp = warpgroup_mma(dout, v_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+            last_ds = ds
+            dq = warpgroup_mma(last_ds, k_smem.index(last), dq, is_async=True)
+            s, q = wait_held(2, s, q, HELD >= 1)
+            dp, dout = wait_held(1, dp, dout, HELD >= 2)
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            n = block * BLOCK_N
+            ds = _score_gradient(s, dp, lse2, delta, scale_log2, n, block >= clear_blocks, columns, seen)
+            ds = gl.convert_layout(ds.to(dtype), P)
+            # The product reads its left side from registers until it is done: they are named here, so that they last.
+            dq, last_ds = warpgroup_mma_wait(0, deps=(dq, last_ds))
+            mbarrier.arrive(k_empty.index(last), count=1)
+        counter += 1
+        if HELD < 2:
+            mbarrier.arrive(rows_empty.index(half), count=1)
+        dq = warpgroup_mma(ds, k_smem.index(stage), dq, is_async=True)
+        # While the last product runs: the next item.
+        next_item = gl.minimum(item + gl.num_programs(0), items - 1)
+        following = find_block_item(tables[0], rows, next_item, BLOCK_SIZE)
+        following_list = find_list(tables, following[0], following[1], following[2], following[5])
+        dq_sum, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.arrive(done.index(number & 1), count=1)
+        number += 1
+
+        inside = (begin + numbers) < length
+        start = ((sample.to(gl.int64) * N + starts[0] + begin) * H + head) * D
+        store_rows(DQ, dq_sum * scale, start, H * D, numbers, inside, d, D, BLOCK_D)
+        row, head, first, sample, starts, length = following
+        count, _, _, last_entry = following_list
+
+
+@gluon.jit(do_not_specialize=["rows", "items", "N", "H"])
+def block_dq_kernel(
+    Q, K, V, DOUT, LSE, DELTA, DQ, TABLE, COUNTS, STARTS, INDICES, rows, items,
+    q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
+    dout_stride_b, dout_stride_n, dout_stride_h,
+    N, H, group, scale_log2, scale,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    HELD: gl.constexpr,  # how many of q and dout stay in registers
+    BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """dq of blocks of 128 query rows: ``scale * sum_j p_ij (dp_ij - delta_i) k_j`` over the listed keys."""
+    dtype: gl.constexpr = Q.dtype.element_ty
+    smem = (
+        allocate_rows(dtype, 2, 64, BLOCK_D),
+        allocate_rows(dtype, 2, 64, BLOCK_D),
+        allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
+        allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
+    )
+    bars = (
+        allocate_barriers(2, 2),
+        allocate_barriers(2, 1),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, 2),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, 2),
+        allocate_barriers(2, 2),
+    )
+    fence_async_shared()
+    strides = (
+        (q_stride_b, q_stride_n, q_stride_h),
+        (k_stride_b, k_stride_n, k_stride_h),
+        (v_stride_b, v_stride_n, v_stride_h),
+        (dout_stride_b, dout_stride_n, dout_stride_h),
+    )
+    statistics = LSE, DELTA
+    tables = TABLE, COUNTS, STARTS, INDICES
+    sizes = N, H
+    gl.warp_specialize([
+        (_compute_dq, (gl.constexpr(0), DQ, statistics, tables, rows, items, sizes, scale_log2, scale, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
+        (_compute_dq, (gl.constexpr(1), DQ, statistics, tables, rows, items, sizes, scale_log2, scale, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
+        (_produce_dq, ((Q, K, V, DOUT), tables, rows, items, group, strides, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE)),
+    ], [4, 1], [232, 40])  # fmt: skip

@@ -1,0 +1,231 @@
+"""The forward kernel for Hopper over block lists: forward.py with keys that a list names. See block_pieces.py."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dilated_attention_pytorch.backends.hopper.block_pieces import (
+    find_block_item,
+    find_list,
+    listed_keys,
+    listed_row,
+    seen_listed,
+)
+from dilated_attention_pytorch.backends.hopper.forward import _softmax
+from dilated_attention_pytorch.backends.hopper.pieces import (
+    address,
+    allocate_barriers,
+    allocate_rows,
+    hold,
+    load_rows,
+    row_descriptor,
+    store_rows,
+    wait_held,
+)
+from dilated_attention_pytorch.backends.triton.primitives import LN_2
+
+# Instead of -inf, so that a row that sees nothing has no inf - inf.
+LOWEST = gl.constexpr(-1e38)
+
+
+@gluon.jit
+def _load_item(
+    at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Ask for the query rows of both groups, then for listed keys and values, block by block as room comes free."""
+    q_smem, k_smem, v_smem = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
+    q_desc = row_descriptor(at[0], length, steps[0], D, 64, BLOCK_D)
+    k_desc = row_descriptor(at[1], length, steps[1], D, BLOCK_N, BLOCK_D)
+    v_desc = row_descriptor(at[2], length, steps[2], D, BLOCK_N, BLOCK_D)
+    k_row = listed_row(LIST, 0, count, BLOCK_SIZE)
+    for i in gl.static_range(2):
+        mbarrier.wait(q_empty.index(i), number & 1 ^ 1)
+        load_rows(q_desc, first + i * 64, q_full, q_smem, i)
+    for block in range(blocks):
+        stage = counter % STAGES
+        phase = counter // STAGES & 1
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        load_rows(k_desc, k_row, k_full, k_smem, stage)
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        load_rows(v_desc, k_row, v_full, v_smem, stage)
+        k_row = listed_row(LIST, (block + 1) * BLOCK_N, count, BLOCK_SIZE)
+        counter += 1
+    return counter
+
+
+@gluon.jit
+def _produce(
+    tensors, tables, rows, items, group, strides, smem, bars, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    Q, K, V = tensors
+    q_strides, k_strides, v_strides = strides
+    done = bars[6]
+    counter = 0
+    number = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
+        count, LIST, _, last = find_list(tables, row, head, first, length)
+        blocks, _ = listed_keys(count, last, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
+        key_head = head // group
+        at = (
+            address(Q, q_strides, sample, starts[0], head),
+            address(K, k_strides, sample, starts[1], key_head),
+            address(V, v_strides, sample, starts[1], key_head),
+        )
+        steps = q_strides[1], k_strides[1], v_strides[1]
+        parity = number & 1
+        mbarrier.wait(done.index(parity), (number >> 1 & 1) ^ 1)
+        if parity == 0:
+            counter = _load_item(
+                at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
+                D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
+            )  # fmt: skip
+        else:
+            counter = _load_item(
+                at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
+                D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
+            )  # fmt: skip
+        number += 1
+
+
+@gluon.jit
+def _compute(
+    which: gl.constexpr, results, tables, rows, items, sizes, scale_log2, smem, bars, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    OUT, LSE = results
+    N, H = sizes
+    q_smem, k_smem, v_smem = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, done = bars
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    dtype: gl.constexpr = q_smem.dtype
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+    none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
+    numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O))
+    counter = 0
+    number = 0
+    row, head, first, sample, starts, length = find_block_item(tables[0], rows, gl.program_id(0), BLOCK_SIZE)
+    count, _, _, last_entry = find_list(tables, row, head, first, length)
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        blocks, clear_blocks = listed_keys(count, last_entry, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
+        begin = first + which * 64
+        q_rows = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
+        seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
+        m2 = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S))
+        total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
+        acc = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+        mbarrier.wait(q_full.index(which), number & 1)
+        q = hold(q_smem.index(which), gl.DotOperandLayout(0, S, 2), HELD)
+
+        # The scores of a block are computed while the values of the block before are still being added up.
+        stage = counter % STAGES
+        phase = counter // STAGES & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        if HELD:  # not before a product has read the registers: only then they are loaded for sure
+            mbarrier.arrive(q_empty.index(which), count=1)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        p, m2, total, alpha = _softmax(s, m2, total, scale_log2, 0, clear_blocks <= 0, columns, seen)
+        p = gl.convert_layout(p.to(dtype), P)
+        for block in range(1, blocks):
+            counter += 1
+            last, last_phase = stage, phase
+            stage = counter % STAGES
+            phase = counter // STAGES & 1
+            mbarrier.wait(k_full.index(stage), phase)
+            s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(last), last_phase)
+            last_p = p
+            acc = warpgroup_mma(last_p, v_smem.index(last), acc, is_async=True)
+            s, q = wait_held(1, s, q, HELD)
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            p, m2, total, alpha = _softmax(s, m2, total, scale_log2, block * BLOCK_N, block >= clear_blocks, columns, seen)
+            p = gl.convert_layout(p.to(dtype), P)
+            # The product reads its left side from registers until it is done: they are named here, so that they last.
+            acc, last_p = warpgroup_mma_wait(0, deps=(acc, last_p))
+            mbarrier.arrive(v_empty.index(last), count=1)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+        counter += 1
+        if not HELD:
+            mbarrier.arrive(q_empty.index(which), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+        # While the last product runs: the next item.
+        next_item = gl.minimum(item + gl.num_programs(0), items - 1)
+        following = find_block_item(tables[0], rows, next_item, BLOCK_SIZE)
+        following_list = find_list(tables, following[0], following[1], following[2], following[5])
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        mbarrier.arrive(done.index(number & 1), count=1)
+        number += 1
+
+        inside = (begin + numbers) < length
+        total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
+        m2_o = gl.convert_layout(m2, gl.SliceLayout(1, O))
+        something = total_o > 0.0
+        out = acc * gl.where(something, 1.0 / total_o, 0.0)[:, None]
+        lse = gl.where(something, (m2_o + gl.log2(total_o)) * LN_2, float("-inf"))
+        first_row = starts[0] + begin
+        gl.store(LSE + (sample.to(gl.int64) * H + head) * N + first_row + numbers, lse, mask=inside)
+        store_rows(OUT, out, ((sample.to(gl.int64) * N + first_row) * H + head) * D, H * D, numbers, inside, d, D, BLOCK_D)
+        row, head, first, sample, starts, length = following
+        count, _, _, last_entry = following_list
+
+
+@gluon.jit(do_not_specialize=["rows", "items", "N", "H"])
+def block_forward_kernel(
+    Q, K, V,
+    OUT,  # (B, N, H, D)
+    LSE,  # (B, H, N) float32, natural logarithm
+    TABLE, COUNTS, STARTS, INDICES, rows, items,
+    q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
+    N, H, group, scale_log2,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    HELD: gl.constexpr,  # q stays in registers
+    BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Attention of blocks of 128 query rows over the key blocks that their lists name."""
+    dtype: gl.constexpr = Q.dtype.element_ty
+    smem = (
+        allocate_rows(dtype, 2, 64, BLOCK_D),
+        allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
+        allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
+    )
+    bars = (
+        allocate_barriers(2, 1),
+        allocate_barriers(2, 1),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, 2),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, 2),
+        allocate_barriers(2, 2),
+    )
+    fence_async_shared()
+    strides = (
+        (q_stride_b, q_stride_n, q_stride_h),
+        (k_stride_b, k_stride_n, k_stride_h),
+        (v_stride_b, v_stride_n, v_stride_h),
+    )
+    tables = TABLE, COUNTS, STARTS, INDICES
+    results = OUT, LSE
+    sizes = N, H
+    gl.warp_specialize([
+        (_compute, (gl.constexpr(0), results, tables, rows, items, sizes, scale_log2, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
+        (_compute, (gl.constexpr(1), results, tables, rows, items, sizes, scale_log2, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
+        (_produce, ((Q, K, V), tables, rows, items, group, strides, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE)),
+    ], [4, 1], [232, 40])  # fmt: skip

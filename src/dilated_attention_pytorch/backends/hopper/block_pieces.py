@@ -1,0 +1,77 @@
+"""What the Hopper kernels over block lists share: items of a table of blocks, and which listed rows are masked.
+
+The tables are those of the portable kernels (backends/triton/block_tables.py). Listed rows are counted one after the other:
+with blocks of 128 and the list 3, 7, listed row 130 is row 7 * 128 + 2 of the sequence. Lists ascend, so only the first and
+the last entry may need a mask. An empty list is served as one block of which nothing is seen.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dilated_attention_pytorch.backends.hopper.pieces import ROWS
+
+COLUMNS = gl.constexpr(8)  # of a table of blocks, see block_tables.COLUMNS
+
+
+@gluon.jit
+def find_block_item(TABLE, rows, item, BLOCK_SIZE: gl.constexpr):
+    """The table row of an item, its head, the first of its 128 rows, its sample, and its sequence: rows of the tensors of
+    queries and of keys where it starts, and its length."""
+    PARTS: gl.constexpr = BLOCK_SIZE // ROWS
+    tile = item % (rows * PARTS)
+    head = item // (rows * PARTS)
+    row = TABLE + tile // PARTS * COLUMNS
+    sample = gl.load(row).to(gl.int32)
+    first = gl.load(row + 1).to(gl.int32) * BLOCK_SIZE + tile % PARTS * ROWS
+    starts = gl.load(row + 2).to(gl.int32), gl.load(row + 4).to(gl.int32)
+    length = gl.load(row + 5).to(gl.int32)
+    return row, head, first, sample, starts, length
+
+
+@gluon.jit
+def find_list(tables, row, head, first, length):
+    """The entries of a head's list: how many (none for rows behind the sequence), where, the first and the last."""
+    _, COUNTS, STARTS, INDICES = tables
+    number = gl.load(row + 6) + head.to(gl.int64) * gl.load(row + 7)
+    LIST = INDICES + gl.load(STARTS + number)
+    count = gl.where(first < length, gl.load(COUNTS + number), 0)
+    some = count > 0
+    first_entry = gl.load(LIST, mask=some, other=0)
+    return count, LIST, first_entry, gl.load(LIST + gl.maximum(count - 1, 0), mask=some, other=0)
+
+
+@gluon.jit
+def listed_row(LIST, place, count, BLOCK_SIZE: gl.constexpr):
+    """The row of the sequence of a listed row; behind the list, where nothing is asked for, row 0 of a block."""
+    entry = place // BLOCK_SIZE
+    return gl.load(LIST + entry, mask=entry < count, other=0) * BLOCK_SIZE + place % BLOCK_SIZE
+
+
+@gluon.jit
+def listed_keys(
+    count, last, first, length, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr
+):  # fmt: skip
+    """Of the keys listed for the query rows from ``first`` on: blocks of BLOCK_N, and how many of these need no mask.
+
+    Worked example: blocks of 128, causal, length 300. Rows 128 to 255 with the list 0, 1 have 2 blocks, 1 of them clear.
+    """
+    before = gl.maximum(count - 1, 0) * BLOCK_SIZE
+    seen = gl.minimum(length - last * BLOCK_SIZE, BLOCK_SIZE)
+    clear = seen
+    if CAUSAL:
+        clear = gl.maximum(gl.minimum(clear, first + 1 - last * BLOCK_SIZE), 0)
+        seen = gl.maximum(gl.minimum(seen, first + ROWS - last * BLOCK_SIZE), 0)
+    clear = gl.where(count > 0, before + clear, 0)
+    seen = gl.where(count > 0, before + seen, 0)
+    return gl.maximum((seen + BLOCK_N - 1) // BLOCK_N, 1), clear // BLOCK_N
+
+
+@gluon.jit
+def seen_listed(rows, count, last, length, CAUSAL: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """How many listed keys each query row sees: all before the last entry, and some of that."""
+    seen = rows * 0 + gl.minimum(length - last * BLOCK_SIZE, BLOCK_SIZE)
+    if CAUSAL:
+        seen = gl.minimum(gl.maximum(rows + 1 - last * BLOCK_SIZE, 0), seen)
+    return gl.where(count > 0, (count - 1) * BLOCK_SIZE + seen, 0)

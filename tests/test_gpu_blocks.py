@@ -1,0 +1,235 @@
+"""The kernels over block lists on a GPU: against float64, against FlexAttention, against themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention
+
+import block_oracle
+import oracle
+from block_cases import with_grads
+from dilated_attention_pytorch import BlockSparse, SparsePatternConfig, attention
+from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.blocks import call as block_call
+from dilated_attention_pytorch.blocks import ops as block_ops
+
+pytestmark = pytest.mark.gpu
+BACKENDS = ["triton"]
+
+
+def inputs(b, n, m, heads, key_heads, d, dtype):
+    shapes = ((b, n, heads, d), (b, m, key_heads, d), (b, m, key_heads, d))
+    return [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def random_table(*shape):
+    """With a block that reads nothing and one that nobody reads."""
+    table = torch.rand(shape) < 0.6
+    table[..., -2, :] = False
+    table[..., :, 0] = False
+    return table
+
+
+def positions_met(table, size, n, m, causal):
+    """Boolean (..., n, m), of a table (..., query blocks, key blocks)."""
+    i, j = torch.arange(m - n, m), torch.arange(m)
+    met = table[..., i // size - (m - n) // size, :][..., j // size]
+    return met & (j <= i[:, None]) if causal else met
+
+
+def plain(met):
+    """Eager dense attention in the type of its inputs, masked: the yardstick of rounding."""
+
+    def call(q, k, v):
+        group = q.shape[2] // k.shape[2]
+        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+        hidden, empty = ~met.to(q.device), ~met.any(-1).to(q.device)
+        s = torch.einsum("bnhd,bmhd->bhnm", q, k) * q.shape[-1] ** -0.5
+        s = s.masked_fill(hidden & ~empty[..., None], -torch.inf)
+        p = s.softmax(-1).masked_fill(empty[..., None], 0.0)
+        lse = s.float().logsumexp(-1) if s.dtype != torch.float64 else s.logsumexp(-1)
+        return torch.einsum("bhnm,bmhd->bnhd", p, v), lse.masked_fill(empty, -torch.inf)
+
+    return call
+
+
+def cotangents(q):
+    dlse = torch.randn(q.shape[0], q.shape[2], q.shape[1], device="cuda", dtype=torch.float32)
+    return torch.randn_like(q), dlse
+
+
+def check(backend, table, size, tensors, causal):
+    q, dtype = tensors[0], tensors[0].dtype
+    (n, m), (dout, dlse) = (q.shape[1], tensors[1].shape[1]), cotangents(q)
+    doubles = [x.detach().double().cpu().requires_grad_() for x in tensors]
+    slow = lambda *x: block_oracle.attention(*x, table, size, causal=causal)  # noqa: E731
+    exact = with_grads(slow, doubles, dout.double().cpu(), dlse.double().cpu())
+    yardstick = with_grads(plain(positions_met(table, size, n, m, causal)), tensors, dout, dlse)
+    pattern = BlockSparse.custom(table, block_size=size)
+    call = lambda *x: attention(*x, pattern, is_causal=causal, backend=backend, return_lse=True)  # noqa: E731
+    oracle.assert_rounding_only(with_grads(call, tensors, dout, dlse), yardstick, exact, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_against_float64(dtype, head_dim, causal, backend):
+    check(backend, random_table(4, 3, 3), 128, inputs(1, 300, 300, 4, 2, head_dim, dtype), causal)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("size", "n", "m", "head_dim"),
+    [
+        (16, 100, 100, 64),
+        (32, 90, 200, 128),
+        (64, 200, 330, 16),
+        (128, 1, 300, 64),
+        (256, 700, 700, 64),
+        (256, 90, 600, 256),
+    ],
+)
+def test_block_sizes(size, n, m, head_dim, causal, backend):
+    blocks, first = -(-m // size), (m - n) // size
+    table = torch.ones(blocks - first, blocks, dtype=torch.bool) if size >= 128 else random_table(blocks - first, blocks)
+    check(backend, table, size, inputs(1, n, m, 2, 1, head_dim, torch.bfloat16), causal)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["local_window", "hierarchical", "adaptive"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_sequences_of_their_own(packed, kind, backend):
+    """Against the definition with the same lists, in float32."""
+    pattern = BlockSparse.from_config(SparsePatternConfig(kind, 0.3, block_size=32))
+    options = {"lengths": torch.tensor([500, 0, 77], device="cuda")}
+    if packed:
+        options = {"cu_seqlens": torch.tensor([0, 130, 130, 131, 500], device="cuda")}
+    tensors = inputs(3, 500, 500, 4, 2, 64, torch.float32)
+    dout, dlse = cotangents(tensors[0])
+    actual, expected = (
+        with_grads(
+            lambda *x, b=b: attention(*x, pattern, is_causal=True, backend=b, return_lse=True, **options),
+            tensors,
+            dout,
+            dlse,
+        )
+        for b in (backend, "reference")
+    )
+    for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_adaptive_waits_for_nothing():
+    """Once its tables exist: forward, transposition and backward."""
+    pattern = BlockSparse.from_config(SparsePatternConfig("adaptive", 0.3, block_size=64))
+    q, k, v = (x.detach() for x in inputs(2, 1000, 1000, 4, 2, 64, torch.bfloat16))
+    arguments = block_call._arguments(q, k, pattern, None, None, True, 0.125)
+
+    def call():
+        out, lse = block_ops.attend_blocks(q, k, v, *arguments, 0.125, "triton")
+        return block_ops.attend_blocks_backward(out, None, q, k, v, out, lse, *arguments, 0.125, "triton")
+
+    first = call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_against_flex_attention(head_dim, causal, backend):
+    """PyTorch's own kernels with the same BlockMask, compiled; both against float64."""
+    n, size = 1024, 128
+    table = torch.rand(2, 4, n // size, n // size) < 0.4
+    table |= torch.eye(n // size, dtype=torch.bool)
+    on_gpu = table.cuda()
+
+    def blocks(b, h, i, j):
+        return on_gpu[b, h, i // size, j // size]
+
+    mod = blocks if not causal else lambda b, h, i, j: blocks(b, h, i, j) & (j <= i)
+    block_mask = flex_attention.create_block_mask(mod, 2, 4, n, n, device="cuda")
+    compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
+    tensors = inputs(2, n, n, 4, 4, head_dim, torch.bfloat16)
+    dout, dlse = cotangents(tensors[0])
+    pattern = BlockSparse.from_flex(block_mask)
+    met = positions_met(table, size, n, n, causal)
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    # Without the gradient of lse, which is FlexAttention's only by a newer argument.
+    none = torch.zeros_like(dlse)
+    exact = with_grads(plain(met), doubles, dout.double(), none.double())
+
+    def flex(q, k, v):
+        out = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask).transpose(1, 2)
+        return out, exact[1].float() + 0.0 * out.float().sum()
+
+    yardstick = with_grads(flex, tensors, dout, none)
+    call = lambda *x: attention(*x, pattern, is_causal=causal, backend=backend, return_lse=True)  # noqa: E731
+    oracle.assert_rounding_only(with_grads(call, tensors, dout, none), yardstick, exact, torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_same_bits_in_100_runs(causal, head_dim, backend):
+    """More blocks than multiprocessors; fresh memory holds NaN (conftest)."""
+    pattern = BlockSparse.custom(torch.rand(6, 64, 64) < 0.2, block_size=128)
+    tensors = inputs(1, 64 * 128 - 40, 64 * 128 - 40, 6, 3, head_dim, torch.bfloat16)
+    dout, dlse = cotangents(tensors[0])
+    call = lambda *x: attention(*x, pattern, is_causal=causal, backend=backend, return_lse=True)  # noqa: E731
+    first = with_grads(call, tensors, dout, dlse)
+    assert all(x.isfinite().all() for x in (first[0], *first[2:]))
+    for _ in range(100):
+        again = with_grads(call, tensors, dout, dlse)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_than_2_to_the_31_elements(backend):
+    """The end of a very long sequence is what it would be alone: groups of eight blocks read one another."""
+    blocks, size, group = 264 * 64, 128, 8
+    mask = torch.zeros(blocks // group, group, blocks // group, group, dtype=torch.bool, device="cuda")
+    mask.diagonal(dim1=0, dim2=2).fill_(True)
+    pattern = BlockSparse.custom(mask.view(blocks, blocks), block_size=size)
+    del mask
+    tensors = inputs(1, blocks * size, blocks * size, 16, 16, 64, torch.bfloat16)
+    assert tensors[0].numel() > 2**31
+    dout, tail = torch.randn_like(tensors[0]), group * size
+    out = attention(*tensors, pattern, backend=backend)
+    grads = torch.autograd.grad(out, tensors, dout)
+    alone = [x[:, -tail:].detach().requires_grad_() for x in tensors]
+    alone_pattern = BlockSparse.custom(torch.ones(group, group, dtype=torch.bool), block_size=size)
+    alone_out = attention(*alone, alone_pattern, backend=backend)
+    alone_grads = torch.autograd.grad(alone_out, alone, dout[:, -tail:])
+    for a, b in zip((out, *grads), (alone_out, *alone_grads), strict=True):
+        assert torch.equal(a[:, -tail:], b)
+
+
+def test_in_a_cuda_graph():
+    pattern = BlockSparse.from_config(SparsePatternConfig("local_window", 0.3, block_size=64))
+    q, k, v = (x.detach() for x in inputs(1, 1000, 1000, 4, 2, 64, torch.bfloat16))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = attention(q, k, v, pattern, backend="triton")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = attention(q, k, v, pattern, backend="triton")
+        block_ops._by_query.cache_clear()
+        out.zero_()
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+
+
+def test_auto_takes_the_kernels():
+    for dtype, name in ((torch.bfloat16, "triton"), (torch.float32, "triton"), (torch.float64, "eager")):
+        x = torch.zeros(1, 64, 2, 64, device="cuda", dtype=dtype)
+        assert block_call._choose("auto", Request.of(x, 0.0)) == name
