@@ -29,6 +29,7 @@ from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.backends import sdpa
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.distributed import Shards
+from dilated_attention_pytorch.distributed.dilated import DilatedWork
 from dilated_attention_pytorch.distributed.executor import Exchange, Job
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
 from dilated_attention_pytorch.distributed.transport import Wire
@@ -69,11 +70,11 @@ def copies(pattern: Dilated, shards: Shards, rank: int, key: torch.Tensor, value
         pattern, shards, rank, 1, HEADS, is_causal=False, bucket_size=default_bucket_size(shards, "cuda")
     )  # as attention makes it
     wire = Wire(dist.group.WORLD, GPU)
-    job = Job(route, (), wire, 1, 1.0, sdpa.kernel(Request.of(key, 0.0)), torch.float32, None, None)
-    for _ in Exchange(job, route, key, value, gradients=False).received():
+    job = Job(DilatedWork(route), (), wire, 1, 1.0, sdpa.kernel(Request.of(key, 0.0)), torch.float32)
+    for _ in Exchange(job, job.work, key, value, gradients=False).received():
         pass
     dk, dv = (torch.zeros(x.shape, device=GPU) for x in (key, value))
-    exchange = Exchange(job, route, key, value, gradients=True)
+    exchange = Exchange(job, job.work, key, value, gradients=True)
     for tick, _ in exchange.received():
         exchange.send_home(tick, dk, dv)
     exchange.finish(dk, dv)

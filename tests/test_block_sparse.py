@@ -219,7 +219,6 @@ def test_static_lists_are_made_once():
         (torch.ones(5, 5), {"cu_seqlens": torch.tensor([0, 75])}, "it excludes cu_seqlens"),
         (None, {"dropout_p": 0.1}, "has no dropout, got dropout_p=0.1"),
         (None, {"mixing_gradient": "detached"}, "is one softmax"),
-        (None, {"group": "cp"}, "runs on one device so far"),
         (None, {"backend": "hopper"}, "hopper: Hopper kernels take blocks of 128 or 256, got 16"),
         (None, {"backend": "magic"}, "backend must be one of"),
         (None, {"layout": "zigzag"}, "without group"),

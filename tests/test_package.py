@@ -21,8 +21,10 @@ def test_public_surface():
     assert sorted(package.__all__) == [
         "BlockSparse",
         "BlockSparseRingDilatedAttention",
+        "BlockSparseRingDistributedDilatedAttention",
         "Dilated",
         "DilatedAttention",
+        "DistributedSparseConfig",
         "Explanation",
         "Hilbert",
         "Identity",

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention_pytorch import Dilated, MultiheadDilatedAttention, RingDilatedAttention, attention
+from dilated_attention_pytorch import BlockSparse, Dilated, MultiheadDilatedAttention, RingDilatedAttention, attention
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence, transport
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
 from dilated_attention_pytorch.distributed.sequence import rows_of
@@ -29,7 +29,7 @@ MIXED = Dilated([16, 64, 400], [1, 2, 4])
 
 @dataclass
 class Case:
-    pattern: Dilated
+    pattern: Dilated | BlockSparse
     rows: tuple[int, ...] | int  # of the shards, or of the sequence and evenly spread
     layout: str = "contiguous"
     is_causal: bool = False
@@ -43,6 +43,19 @@ class Case:
         return (
             Shards.even(self.rows, world, self.layout) if isinstance(self.rows, int) else Shards.of(self.rows, self.layout)
         )
+
+    def expected_bytes(
+        self, shards: Shards, rank: int, options: dict[str, Any], sent: bool, qk: tuple[torch.Tensor, torch.Tensor]
+    ) -> int:
+        spans = {name: tuple(options[name].tolist()) for name in ("lengths", "cu_seqlens") if name in options}
+        route = make_route(
+            self.pattern, shards, rank, 2, self.key_heads, is_causal=self.is_causal, bucket_size=1000, **spans
+        )
+        if not sent:
+            sizes = {"head_dim": 8, "element_size": self.dtype.itemsize}
+            return sum(place.schedule.bytes(rank, batch=place.batch, **sizes) for place in route.places)
+        rows = sum(place.batch * t.rows for place in route.places for t in place.schedule.sends(rank))
+        return rows * 2 * self.key_heads * 8 * self.dtype.itemsize
 
 
 UNEVEN = (30, 41, 29, 1, 17)
@@ -102,14 +115,15 @@ CASES: dict[int, list[Case]] = {
 
 
 class Received:
-    """Bytes that come in over the wire, counted where PyTorch is called."""
+    """Bytes of keys, values and gradients that come in over the wire, counted where PyTorch is called."""
 
     def __init__(self, monkeypatch):
         self.bytes = 0
         plain = dist.batch_isend_irecv
 
         def counting(operations):
-            self.bytes += sum(x.tensor.numel() * x.tensor.element_size() for x in operations if x.op is dist.irecv)
+            tensors = [x.tensor for x in operations if x.op is dist.irecv and x.tensor.is_floating_point()]
+            self.bytes += sum(x.numel() * x.element_size() for x in tensors)
             return plain(operations)
 
         monkeypatch.setattr(dist, "batch_isend_irecv", counting)
@@ -117,16 +131,6 @@ class Received:
     def take(self) -> int:
         taken, self.bytes = self.bytes, 0
         return taken
-
-
-def expected_bytes(case: Case, shards: Shards, rank: int, options: dict[str, Any], sent: bool, element_size: int) -> int:
-    spans = {name: tuple(options[name].tolist()) for name in ("lengths", "cu_seqlens") if name in options}
-    route = make_route(case.pattern, shards, rank, 2, case.key_heads, is_causal=case.is_causal, bucket_size=1000, **spans)
-    if not sent:
-        sizes = {"head_dim": 8, "element_size": element_size}
-        return sum(place.schedule.bytes(rank, batch=place.batch, **sizes) for place in route.places)
-    rows = sum(place.batch * t.rows for place in route.places for t in place.schedule.sends(rank))
-    return rows * 2 * case.key_heads * 8 * element_size
 
 
 class LargestTensor(TorchDispatchMode):
@@ -190,12 +194,11 @@ def check_case(case: Case, number: int, group, rank: int, world: int, received: 
     if world == 1:
         assert forward_bytes == backward_bytes == 0
     elif case.transport in ("ring", "allgather"):
-        size = case.dtype.itemsize
-        assert forward_bytes == expected_bytes(case, shards, rank, options, False, size), name
+        assert forward_bytes == case.expected_bytes(shards, rank, options, False, (q, k)), name
         if options.get("mixing_gradient") != "detached":  # which computes branches again
-            home = expected_bytes(case, shards, rank, options, True, size)
+            home = case.expected_bytes(shards, rank, options, True, (q, k))
             assert backward_bytes == forward_bytes + home, name
-    if case.transport == "ring" and n > 1000 and "bucket_size" not in case.more:
+    if case.transport == "ring" and n > 1000 and isinstance(case.pattern, Dilated) and "bucket_size" not in case.more:
         # Nothing of the size of the sequence: the tensors of the rank itself, and a message.
         bucket = default_bucket_size(shards) * 2 * 2 * case.key_heads * 8
         assert largest.numel <= max(len(mine) * 2 * case.heads * 8, bucket), name
@@ -259,7 +262,7 @@ class Still:
         pass
 
 
-def check_staged(groups, rank: int, received: Received) -> None:
+def check_staged(cases: dict[int, list[Case]], groups, rank: int, received: Received) -> None:
     """The way through host memory without a GPU: copies are made, and what was sent from is overwritten at once."""
     plain_init, plain_start = transport.Wire.__init__, transport.Wire.start
 
@@ -270,7 +273,7 @@ def check_staged(groups, rank: int, received: Received) -> None:
     def start(self, sends, receives, after):
         wait = plain_start(self, sends, receives, after)
         for parcel in sends:
-            parcel.rows.fill_(torch.nan)
+            parcel.rows.fill_(torch.nan if parcel.rows.is_floating_point() else 99)
         return wait
 
     with pytest.MonkeyPatch.context() as patch:
@@ -281,7 +284,7 @@ def check_staged(groups, rank: int, received: Received) -> None:
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_stream", lambda device: Still())
         for world in (2, 3):
-            for number, case in enumerate(CASES[world]):
+            for number, case in enumerate(cases[world]):
                 if rank < world and case.transport != "ulysses":
                     check_case(case, number, groups[world], rank, world, received)
 
@@ -350,7 +353,7 @@ def work(rank: int, store: str) -> None:
             for number, case in enumerate(cases):
                 if rank < size:
                     check_case(case, number, groups[size], rank, size, received)
-        check_staged(groups, rank, received)
+        check_staged(CASES, groups, rank, received)
         received.take()
         check_comm_dtype(dist.group.WORLD, rank, received)
     check_accuracy(groups, rank)

@@ -2,9 +2,11 @@
 
 from dilated_attention_pytorch.api import attention, attention_weights, dilated_attention
 from dilated_attention_pytorch.blocks.pattern import BlockSparse, SparsePatternConfig
+from dilated_attention_pytorch.blocks.tiers import DistributedSparseConfig
 from dilated_attention_pytorch.explanation import Explanation, explain
 from dilated_attention_pytorch.nn import (
     BlockSparseRingDilatedAttention,
+    BlockSparseRingDistributedDilatedAttention,
     DilatedAttention,
     MultiheadDilatedAttention,
     RingDilatedAttention,
@@ -15,8 +17,10 @@ from dilated_attention_pytorch.patterns import Dilated
 __all__ = [
     "BlockSparse",
     "BlockSparseRingDilatedAttention",
+    "BlockSparseRingDistributedDilatedAttention",
     "Dilated",
     "DilatedAttention",
+    "DistributedSparseConfig",
     "Explanation",
     "Hilbert",
     "Identity",

@@ -116,7 +116,8 @@ def attention(
         query: (B, N, H, D); row ``a`` is position ``a + M - N``, so with ``N < M`` the queries are the last positions.
         key, value: (B, M, G, D) with ``H % G == 0``; query head ``h`` reads key head ``h // (H // G)``.
         pattern: which positions meet, for example ``Dilated([2048, 4096], [1, 2])``; or a ``BlockSparse``, which has
-            neither dropout nor ``group`` nor mixing gradients and runs on ``"sdpa"``, ``"eager"`` and ``"reference"``.
+            neither dropout nor mixing gradients, is not causal under an ``order``, and runs on ``"sdpa"`` and ``"eager"``
+            with ``group``.
         is_causal: a position sees itself and earlier ones only.
         scale: of the scores; ``D ** -0.5`` by default.
         dropout_p: probability of dropping a weight. Whether ``(sample, head, i, j, branch)`` is kept depends on ``seed``
@@ -140,7 +141,8 @@ def attention(
             ``distributed.Shards``, by which every rank knows the rows of all: ranks then compare their arguments only at
             the first call with them, and a rank that refuses its arguments later is waited for until the group's timeout.
         bucket_size: with ``group``, rows per message, per key head and sample; by default a sixteenth of the longest
-            shard, at least 512 (on a GPU 16,384). Two messages each way exist at a time.
+            shard, at least 512 (on a GPU 16,384). Two messages each way exist at a time. Not for ``BlockSparse``: there,
+            the rows that a rank reads of another are one message.
         transport: with ``group``, ``"ring"`` (one message under way while one is computed with), ``"allgather"`` (all
             messages at once, in memory for all of them), ``"ulysses"`` (heads instead of rows, for one dense segment) or
             ``"auto"`` (by ``distributed.cost``).
@@ -178,14 +180,6 @@ def attention(
     >>> order.unpermute(ordered).equal(attention(q, k, v, Dilated([256], [1]), is_causal=True, order=order))
     True
     """
-    if isinstance(pattern, BlockSparse):
-        check_no_sharding(layout=layout, bucket_size=bucket_size, transport=transport, comm_dtype=comm_dtype)
-        out, block_lse = block_attention(
-            query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
-            cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend, group=group, order=order,
-            ordered=ordered,
-        )  # fmt: skip
-        return (out, block_lse) if return_lse else out
     if group is not None:
         from dilated_attention_pytorch.distributed.ring import ring_attention  # imports torch.distributed
 
@@ -197,6 +191,13 @@ def attention(
             ordered=ordered,
         )  # fmt: skip
         return out if sharded_lse is None or not return_lse else (out, sharded_lse)
+    if isinstance(pattern, BlockSparse):
+        check_no_sharding(layout=layout, bucket_size=bucket_size, transport=transport, comm_dtype=comm_dtype)
+        out, block_lse = block_attention(
+            query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
+            cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient, backend=backend, order=order, ordered=ordered,
+        )  # fmt: skip
+        return (out, block_lse) if return_lse else out
     query, key, value, used_scale = prepare(
         query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
         cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient,

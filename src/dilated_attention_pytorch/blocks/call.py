@@ -27,7 +27,7 @@ from dilated_attention_pytorch.orders import Identity, Order
 from dilated_attention_pytorch.spans import Span
 
 
-def _check_served(dropout_p: float, seed: Any, mixing_gradient: str, group: Any) -> None:
+def _check_served(dropout_p: float, seed: Any, mixing_gradient: str) -> None:
     """Raise for what block-sparse patterns do not have."""
     if dropout_p > 0.0 or seed is not None:
         raise ValueError(
@@ -38,8 +38,37 @@ def _check_served(dropout_p: float, seed: Any, mixing_gradient: str, group: Any)
         raise ValueError(
             "mixing_gradient='detached' is about branches of Dilated; block-sparse attention is one softmax: leave it out"
         )
-    if group is not None:
-        raise ValueError("block-sparse attention runs on one device so far: leave out group, or use a Dilated pattern")
+
+
+def check_no_causal_order(order: Order | None, is_causal: bool) -> None:
+    """Raise for what would need a mask by positions."""
+    if is_causal and order is not None and not isinstance(order, Identity):
+        raise ValueError(
+            "is_causal under an order masks pairs by their original positions, which block-sparse attention cannot; "
+            "leave out is_causal or the order, or use a Dilated pattern"
+        )
+
+
+def prepare_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mixing_gradient: str,
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """What ``checks.prepare`` is for dilated patterns; whether the pattern fits the length is not checked here."""
+    query, key, value = autocast(query, key, value)
+    check_qkv(query, key, value)
+    check_options(scale, dropout_p, mixing_gradient)
+    check_call(query, key, is_causal, seed, lengths, cu_seqlens)
+    _check_served(dropout_p, seed, mixing_gradient)
+    return query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def _choose(backend: str, request: Request, block_size: int, n: int, m: int) -> str:
@@ -87,29 +116,22 @@ def block_attention(
     cu_seqlens: Tensor | None,
     mixing_gradient: str,
     backend: str,
-    group: Any,
     order: Order | None,
     ordered: bool | None,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``; see ``attention``."""
-    query, key, value = autocast(query, key, value)
-    check_qkv(query, key, value)
-    check_options(scale, dropout_p, mixing_gradient)
-    check_call(query, key, is_causal, seed, lengths, cu_seqlens)
-    _check_served(dropout_p, seed, mixing_gradient, group)
-    (batch, n, heads, head_dim), m = query.shape, key.shape[1]
+    query, key, value, used_scale = prepare_blocks(
+        query, key, value, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
+        cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient,
+    )  # fmt: skip
+    (batch, n, heads, _), m = query.shape, key.shape[1]
     pattern.check_call(batch, n, m, heads, is_causal=is_causal, packed=cu_seqlens is not None)
     in_order = rows_in_order(order, ordered, sharded=False)
     if order is not None:
         check_order(order, query, key, lengths, cu_seqlens)
-        if is_causal and not isinstance(order, Identity):
-            raise ValueError(
-                "is_causal under an order masks pairs by their original positions, which block-sparse attention cannot; "
-                "leave out is_causal or the order, or use a Dilated pattern"
-            )
+        check_no_causal_order(order, is_causal)
         if not in_order:
             query, key, value = order.permute(query), order.permute(key), order.permute(value)
-    used_scale = head_dim**-0.5 if scale is None else float(scale)
     chosen = _choose(backend, Request.of(query, 0.0), pattern.block_size, n, m)
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)

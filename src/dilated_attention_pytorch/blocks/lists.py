@@ -81,24 +81,57 @@ class BlockLists:
         counts = torch.zeros(self.counts.numel(), dtype=torch.int64).index_add_(0, row, kept.to(torch.int64))
         return replace(self, counts=counts.view(self.counts.shape))
 
+    def among(self, blocks: Tensor) -> BlockLists:
+        """Only the entries among these key blocks (ascending, on the host), numbered as in there, over packed lists.
+
+        >>> lists = BlockLists.from_mask(torch.tensor([[1, 0, 1], [1, 1, 0]]).bool(), 64).among(torch.tensor([1, 2]))
+        >>> lists.counts.tolist(), lists.indices.tolist()
+        ([[[1, 1]]], [1, 0])
+        """
+        row, entry = self._entries()
+        number = torch.full((self.key_blocks,), -1, dtype=torch.int32)
+        number[blocks] = torch.arange(len(blocks), dtype=torch.int32)
+        renumbered = number[self.indices.cpu()[entry].long()]
+        kept = renumbered >= 0
+        counts = torch.zeros(self.counts.numel(), dtype=torch.int64).index_add_(0, row, kept.to(torch.int64))
+        indices = renumbered[kept].to(self.indices.device)
+        return BlockLists.packed(counts.view(self.counts.shape), indices, self.block_size, len(blocks))
+
     def causal(self) -> BlockLists:
         """Without the key blocks behind the query block."""
         return self.below(self.first + torch.arange(self.query_blocks) + 1)
 
     def part(self, first: int, key_blocks: int) -> BlockLists:
         """The lists of the query blocks ``first .. key_blocks - 1`` over the first ``key_blocks`` key blocks."""
-        rows = slice(first - self.first, key_blocks - self.first)
-        some = replace(self, counts=self.counts[..., rows], starts=self.starts[..., rows], first=first)
+        some = self.rows(first, key_blocks)
         if key_blocks == self.key_blocks:
             return some
         bound = torch.full((some.query_blocks,), key_blocks)
         return replace(some.below(bound), key_blocks=key_blocks)
+
+    def rows(self, first: int, stop: int) -> BlockLists:
+        """The lists of the query blocks ``first .. stop - 1``."""
+        rows = slice(first - self.first, stop - self.first)
+        return replace(self, counts=self.counts[..., rows], starts=self.starts[..., rows], first=first)
 
     def of_samples(self, samples: slice) -> BlockLists:
         """The lists of some samples."""
         if self.counts.shape[0] == 1:
             return self
         return replace(self, counts=self.counts[samples], starts=self.starts[samples])
+
+    def of_heads(self, heads: slice) -> BlockLists:
+        """The lists of some query heads."""
+        if self.counts.shape[1] == 1:
+            return self
+        return replace(self, counts=self.counts[:, heads], starts=self.starts[:, heads])
+
+    def named(self) -> Tensor:
+        """Boolean (K,), on the host: which key blocks any list has."""
+        _, entry = self._entries()
+        named = torch.zeros(self.key_blocks, dtype=torch.bool)
+        named[self.indices.cpu()[entry].long()] = True
+        return named
 
     def mask(self) -> Tensor:
         """Boolean (S, L, Q, K), on the device of the indices."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +37,12 @@ def check_block_size(block_size: Any) -> None:
     """Raise if blocks of this size are not supported."""
     if isinstance(block_size, bool) or block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be a power of two from 16 to 256, got {block_size!r}; 128 suits most sequences")
+
+
+def check_ratio(name: str, ratio: Any) -> None:
+    """Raise if this is no fraction of blocks."""
+    if isinstance(ratio, bool) or not isinstance(ratio, float | int) or not 0.0 < ratio <= 1.0:
+        raise ValueError(f"{name} is the fraction of blocks computed, 0 < ratio <= 1, got {ratio!r}; 0.1 computes 10 %")
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
@@ -81,12 +89,8 @@ class SparsePatternConfig:
                 f"pattern_type must be one of {names}, got {self.pattern_type!r}; for a mask of your own use "
                 "BlockSparse.custom(mask, block_size=...)"
             )
-        ratio = self.sparsity_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, float | int) or not 0.0 < ratio <= 1.0:
-            raise ValueError(
-                f"sparsity_ratio is the fraction of blocks computed, 0 < ratio <= 1, got {ratio!r}; 0.1 computes 10 %"
-            )
-        object.__setattr__(self, "sparsity_ratio", float(ratio))
+        check_ratio("sparsity_ratio", self.sparsity_ratio)
+        object.__setattr__(self, "sparsity_ratio", float(self.sparsity_ratio))
         check_block_size(self.block_size)
         _check_count("local_window_size", self.local_window_size, 1)
         _check_count("global_tokens", self.global_tokens, 1)
@@ -145,13 +149,15 @@ class SparsePatternConfig:
         """The query blocks ``first .. blocks - 1`` with their budgets."""
         return rules.Rows.of(self.ratio, first, blocks, is_causal)
 
-    def lists(self, first: int, blocks: int, is_causal: bool) -> BlockLists:
-        """The lists of the query blocks ``first .. blocks - 1`` of a sequence of so many blocks; not of ``"adaptive"``.
+    def lists(self, first: int, blocks: int, is_causal: bool, stop: int | None = None) -> BlockLists:
+        """The lists of the query blocks from ``first`` on of a sequence of so many blocks; not of ``"adaptive"``.
+
+        All of them, or those before ``stop``.
 
         >>> SparsePatternConfig("local_window", 0.5).lists(2, 4, is_causal=True).indices.tolist()
         [1, 2, 2, 3]
         """
-        size, rows = self.block_size, self.rows(first, blocks, is_causal)
+        size, rows = self.block_size, self.rows(first, blocks, is_causal)[: (blocks if stop is None else stop) - first]
         if self.pattern_type == "local_window":
             pieces = rules.local_window(rows)
         elif self.pattern_type == "global_local":
@@ -236,6 +242,11 @@ class BlockSparse:
         """Whether the choice depends on the content."""
         return self.spec.startswith("adaptive|")
 
+    @property
+    def digest(self) -> str:
+        """The pattern as a short text that two processes can compare: masks by a hash."""
+        return self.spec or _digest(self)
+
     def check_call(self, batch: int, n: int, m: int, heads: int, *, is_causal: bool, packed: bool) -> None:
         """Raise if the pattern cannot serve ``n`` queries over ``m`` positions."""
         if self.given is None:
@@ -260,6 +271,18 @@ class BlockSparse:
                 f"the mask of this pattern has {rows} x {keys} blocks of {size}: got {n} queries and {m} keys, which are "
                 f"{-(-m // size) - (m - n) // size} x {-(-m // size)} blocks; build a mask for this length"
             )
+
+
+@lru_cache(maxsize=32)
+def _digest(pattern: BlockSparse) -> str:
+    shapes, content = [], hashlib.sha256()
+    for lists in (pattern.given, pattern.given_causal):
+        assert lists is not None
+        shapes.append("x".join(map(str, (*lists.counts.shape, lists.key_blocks))))
+        for x in (lists.counts.contiguous(), lists.starts.contiguous(), lists.indices.cpu()):
+            content.update(ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b"")  # NumPy may not be there
+    which = " causal" if pattern.only_causal else ""
+    return f"mask {shapes[0]} of blocks of {pattern.block_size}{which}, {content.hexdigest()[:16]}"
 
 
 def _described(x: Any) -> str:

@@ -17,6 +17,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.merge import accumulate_dtype
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -243,32 +245,45 @@ def adaptive(query: Tensor, key: Tensor, rows: Rows, block_size: int, scale: flo
     first, then the highest scores, the earlier block of two with the same. Queries are the last positions.
     """
     with torch.no_grad():
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        first, (batch, n, heads, _), length = int(rows.i[0]), query.shape, key.shape[1]
+        dtype = accumulate_dtype(query.dtype)
+        first, n, length = int(rows.i[0]), query.shape[1], key.shape[1]
         q = _means(query, length - n - first * block_size, block_size, dtype)
-        k = _means(key, 0, block_size, dtype).repeat_interleave(heads // key.shape[2], 1)
-        i, visible, budget = (x.to(query.device) for x in (rows.i, rows.visible, rows.budget))
-        j = torch.arange(rows.blocks, device=query.device)
-        chosen = torch.full((batch, heads, len(i), width), rows.blocks, dtype=torch.int32, device=query.device)
-        most = min(width, rows.blocks)
-        size = max(1, _MAX_SCORES // max(1, batch * heads * rows.blocks))
-        for start in range(0, len(i), size):
-            some = slice(start, start + size)
-            score = torch.matmul(q[:, :, some], k.transpose(-1, -2)).mul_(scale)
-            low, high = torch.finfo(dtype).min, torch.finfo(dtype).max
-            score = torch.nan_to_num(score, nan=low, posinf=high, neginf=low)
-            score.masked_fill_(j == i[some, None], torch.inf).masked_fill_(j >= visible[some, None], -torch.inf)
-            best = score.sort(dim=-1, descending=True, stable=True).indices[..., :most]
-            best = best.masked_fill(j[:most] >= budget[some, None], rows.blocks)
-            chosen[:, :, some, :most] = best.sort(-1).values.to(torch.int32)
-        return chosen
+        return best_blocks(q, _means(key, 0, block_size, dtype), rows, scale, width)
+
+
+def best_blocks(q: Tensor, k: Tensor, rows: Rows, scale: float, width: int) -> Tensor:
+    """The choice of ``adaptive`` from the means of queries (B, H, Q, D) and of keys (B, G, n, D)."""
+    (batch, heads, _, _), dtype, device = q.shape, q.dtype, q.device
+    k = k.repeat_interleave(heads // k.shape[1], 1)
+    i, visible, budget = (x.to(device) for x in (rows.i, rows.visible, rows.budget))
+    j = torch.arange(rows.blocks, device=device)
+    chosen = torch.full((batch, heads, len(i), width), rows.blocks, dtype=torch.int32, device=device)
+    most = min(width, rows.blocks)
+    size = max(1, _MAX_SCORES // max(1, batch * heads * rows.blocks))
+    for start in range(0, len(i), size):
+        some = slice(start, start + size)
+        score = torch.matmul(q[:, :, some], k.transpose(-1, -2)).mul_(scale)
+        low, high = torch.finfo(dtype).min, torch.finfo(dtype).max
+        score = torch.nan_to_num(score, nan=low, posinf=high, neginf=low)
+        score.masked_fill_(j == i[some, None], torch.inf).masked_fill_(j >= visible[some, None], -torch.inf)
+        best = score.sort(dim=-1, descending=True, stable=True).indices[..., :most]
+        best = best.masked_fill(j[:most] >= budget[some, None], rows.blocks)
+        chosen[:, :, some, :most] = best.sort(-1).values.to(torch.int32)
+    return chosen
 
 
 def _means(x: Tensor, skipped: int, block_size: int, dtype: torch.dtype) -> Tensor:
     """(B, heads, blocks, D): the means of the rows of each block, of whose first one ``skipped`` rows are not there."""
     batch, rows, heads, d = x.shape
     blocks = math.ceil((skipped + rows) / block_size)
-    number = (torch.arange(rows, device=x.device) + skipped) // block_size
-    sums = torch.zeros((batch, blocks, heads, d), dtype=dtype, device=x.device).index_add_(1, number, x.to(dtype))
+    sums = torch.zeros((batch, blocks, heads, d), dtype=dtype, device=x.device)
+    number = add_to_blocks_(sums, x, skipped, block_size)
     sizes = torch.zeros(blocks, dtype=dtype, device=x.device).index_add_(0, number, torch.ones_like(number, dtype=dtype))
     return (sums / sizes[:, None, None]).transpose(1, 2)
+
+
+def add_to_blocks_(sums: Tensor, x: Tensor, first: int, block_size: int) -> Tensor:
+    """Add rows, the first of which is position ``first``, to sums (B, blocks, heads, D) by block; returns their blocks."""
+    number = (torch.arange(x.shape[1], device=x.device) + first) // block_size
+    sums.index_add_(1, number, x.to(sums.dtype))
+    return number

@@ -80,17 +80,17 @@ def _host_reads(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _tiles(lists: BlockLists, span: Span, is_causal: bool, most_blocks: int) -> Iterator[_Tiles]:
+def _tiles(lists: BlockLists, positions: range, length: int, is_causal: bool, most_blocks: int) -> Iterator[_Tiles]:
     """The tiles of lists. ``most_blocks``, a power of two, bounds the key blocks of one."""
-    size, length, last = lists.block_size, span.length, lists.key_blocks - 1
+    size, last, stop = lists.block_size, lists.key_blocks - 1, lists.first + lists.query_blocks
     tail = length - last * size
     counts, starts = lists.counts.flatten(), lists.starts.flatten()
-    block = torch.arange(lists.first, last + 1).expand(lists.counts.shape).flatten()
+    block = torch.arange(lists.first, stop).expand(lists.counts.shape).flatten()
     whole = range(size)
-    for first_block, stop_block in _runs(lists.first, last + 1):
+    for first_block, stop_block in _runs(lists.first, stop):
         # All query blocks of a run have the same rows: the first one may begin late, the last one may end early.
-        skipped = max(0, span.positions.start - first_block * size)
-        rows = min(size, length - first_block * size) - skipped
+        skipped = max(0, positions.start - first_block * size)
+        rows = min(size, positions.stop - first_block * size) - skipped
         some = ((block >= first_block) & (block < stop_block) & (counts > 0)).nonzero().squeeze(1)
         left, place = counts[some], starts[some]
         if is_causal or tail < size:
@@ -131,16 +131,15 @@ def _runs(first: int, stop: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def _calls(
-    lists: BlockLists, span: Span, is_causal: bool, batch: int, heads: int, key_heads: int, head_dim: int, limit: int
-) -> Iterator[_Call]:
+def _calls(lists: BlockLists, positions: range, q: Tensor, k: Tensor, is_causal: bool, limit: int) -> Iterator[_Call]:
     """Kernel calls of at most ``limit`` gathered elements of queries and of keys, where possible."""
+    (batch, _, heads, head_dim), length, key_heads = q.shape, k.shape[1], k.shape[2]
     size, device = lists.block_size, lists.indices.device
     samples, list_heads, query_blocks = lists.counts.shape
     own_heads = 1 if list_heads > 1 else heads  # of one unit
     most_blocks = 2 ** max(0, (limit // (size * head_dim * own_heads)).bit_length() - 1)
-    for made in _tiles(lists, span, is_causal, most_blocks):
-        if made.keys.stop > span.length:  # there is no such block
+    for made in _tiles(lists, positions, length, is_causal, most_blocks):
+        if made.keys.stop > length:  # there is no such block
             continue
         copies = 1 if samples > 1 else batch  # of a tile: one for each sample
         step = max(1, limit // (copies * own_heads * head_dim * max(made.rows, made.blocks * len(made.keys))))
@@ -164,7 +163,7 @@ def _calls(
                 else torch.arange(heads).view(1, -1, 1)
             )
             block = lists.first + number % query_blocks
-            row = block[:, None] * size + made.skipped - span.positions.start + torch.arange(made.rows)
+            row = block[:, None] * size + made.skipped - positions.start + torch.arange(made.rows)
             place = (entry[:, None] + torch.arange(made.blocks)).to(device)
             within = torch.arange(made.keys.start, made.keys.stop, device=device)
             key_block = lists.indices[place].long()
@@ -198,12 +197,37 @@ def forward(
     dtype = accumulate_dtype(query.dtype)
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     lse_bnh = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
+    limit = tiles.part_limit(query)
     for span, some in lists:
         rows, columns = (span.samples, span.queries), (span.samples, span.keys)
-        q, k, v, part_out, part_lse = query[rows], key[columns], value[columns], out[rows], lse_bnh[rows]
-        for call in _calls(some, span, is_causal, q.shape[0], q.shape[2], k.shape[2], q.shape[3], tiles.part_limit(query)):
-            _forward_call_(call, q, k, v, part_out, part_lse, scale, kernel)
+        attend_(
+            some, span.positions, query[rows], key[columns], value[columns], out[rows], lse_bnh[rows],
+            is_causal=is_causal, scale=scale, kernel=kernel, limit=limit,
+        )  # fmt: skip
     return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
+
+
+def attend_(
+    lists: BlockLists,
+    positions: range,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse_bnh: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+    kernel: TileKernel,
+    limit: int,
+) -> None:
+    """Merge the attention of lists into ``out`` and ``lse_bnh``, both in the accumulation type; the scale is positive.
+
+    The query rows are at ``positions``, by which they belong to query blocks; the key rows are key blocks one after the
+    other, of which the last may be short.
+    """
+    for call in _calls(lists, positions, q, k, is_causal, limit):
+        _forward_call_(call, q, k, v, out, lse_bnh, scale, kernel)
 
 
 def _forward_call_(
@@ -238,23 +262,40 @@ def backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value))
     lse_bnh = lse.transpose(1, 2)
     dlse_bnh = None if dlse is None else dlse.transpose(1, 2)
+    limit = tiles.part_limit(query)
     for span, some in lists:
         rows, columns = (span.samples, span.queries), (span.samples, span.keys)
-        q, k, v = query[rows], key[columns], value[columns]
-        by_row = dout[rows], out[rows], lse_bnh[rows], None if dlse_bnh is None else dlse_bnh[rows]
-        # Sums of a span go to tensors of their own, whose rows follow one another.
-        part = (
-            dq[rows],
-            torch.zeros(k.shape, dtype=dtype, device=k.device),
-            torch.zeros(v.shape, dtype=dtype, device=v.device),
-        )
-        for call in _calls(some, span, is_causal, q.shape[0], q.shape[2], k.shape[2], q.shape[3], tiles.part_limit(query)):
-            _backward_call_(call, *by_row, q, k, v, part, scale, kernel)
-        dk[columns] = part[1]
-        dv[columns] = part[2]
+        by_row, qkv = (dout[rows], out[rows], lse_bnh[rows]), (query[rows], key[columns], value[columns])
+        add_gradients_(
+            some, span.positions, by_row, None if dlse_bnh is None else dlse_bnh[rows], qkv,
+            (dq[rows], dk[columns], dv[columns]), is_causal=is_causal, scale=scale, kernel=kernel, limit=limit,
+        )  # fmt: skip
     if sign != 1.0:
         dq *= sign
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+
+
+def add_gradients_(
+    lists: BlockLists,
+    positions: range,
+    by_row: tuple[Tensor, Tensor, Tensor],
+    dlse_bnh: Tensor | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    grads: tuple[Tensor, Tensor, Tensor],
+    *,
+    is_causal: bool,
+    scale: float,
+    kernel: TileKernel,
+    limit: int,
+) -> None:
+    """Add the gradients of ``attend_`` to ``grads`` (dq, dk, dv); ``by_row`` is dout, out and lse (B, N, H)."""
+    (q, k, v), (dq, dk, dv) = qkv, grads
+    # Sums go to tensors of their own, whose rows follow one another.
+    k_sums, v_sums = (torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in (k, v))
+    for call in _calls(lists, positions, q, k, is_causal, limit):
+        _backward_call_(call, *by_row, dlse_bnh, q, k, v, (dq, k_sums, v_sums), scale, kernel)
+    dk += k_sums
+    dv += v_sums
 
 
 def _backward_call_(

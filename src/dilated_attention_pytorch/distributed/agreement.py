@@ -15,8 +15,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from dilated_attention_pytorch.distributed.transport import backend_for, failure
+from dilated_attention_pytorch.distributed.shards import Shards
+from dilated_attention_pytorch.distributed.transport import backend_for, failure, resolve_group
 
 # Hashes that the ranks of a group have agreed on; they are asked only where all lengths are known beforehand.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
@@ -70,6 +72,15 @@ def agree_once(group: dist.ProcessGroup, facts: Facts, rows: int) -> None:
     if facts.hash not in known:
         agree(group, facts, rows, 0)
         known.add(facts.hash)
+
+
+def shards_of_call(group: dist.ProcessGroup | DeviceMesh, rows: int, layout: str | Shards) -> Shards:
+    """The shards of all ranks, each of which says how many rows it has."""
+    if isinstance(layout, Shards):
+        return layout
+    group = resolve_group(group)
+    every = [[rows]] if dist.get_world_size(group) == 1 else _gather(group, [rows])
+    return Shards.of([x for (x,) in every], layout)
 
 
 def refuse(group: dist.ProcessGroup, mistake: Exception) -> None:

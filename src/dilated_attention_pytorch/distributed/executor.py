@@ -1,4 +1,4 @@
-"""Executing a route: rows go round, tiles are merged as they come, gradients go home.
+"""Executing a rank's work: rows go round, tiles are merged as they come, gradients go home.
 
 At every tick a rank sends packed rows of its keys and values to one rank and computes with those of another; the next tick
 is already under way. Partial results are float32 (float64 for float64 inputs), gradients on their way have ``comm_dtype``.
@@ -8,23 +8,18 @@ Shape letters as in tiles.py; n rows of this rank.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import tiles
-from dilated_attention_pytorch.distributed.route import Message, Place, Route
-from dilated_attention_pytorch.distributed.schedule import Transfer
+from dilated_attention_pytorch.distributed.route import Message
 from dilated_attention_pytorch.distributed.transport import Parcel, Transport
-from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.merge import accumulate_dtype
-from dilated_attention_pytorch.pieces import packed_views
-from dilated_attention_pytorch.plan import Plan
 from dilated_attention_pytorch.tiles import TileKernel
 
 
@@ -34,71 +29,61 @@ def _part_limit(query: Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Query rows of this rank that meet some keys: its own, or those of a message."""
+
+    rows: tuple[slice, ...]  # of the queries: samples, rows, perhaps heads
+    keys: tuple[Tensor, Tensor]  # views of keys and values, or of their gradients
+    attend_: Callable[..., None]  # (q, k, v, out, lse_bnh, **options)
+    add_gradients_: Callable[..., None]  # (by_row, dlse_bnh, qkv, grads, **options)
+
+
+class Work(Protocol):
+    """What a rank sends, receives and computes in a call: ``dilated.DilatedWork``, ``block_work.BlockWork``."""
+
+    @property
+    def ticks(self) -> tuple[tuple[Message | None, Message | None], ...]:
+        """What is sent and what is received, tick by tick, numbered alike on every rank."""
+
+    def numel(self, message: Message, row_shape: torch.Size) -> int:
+        """Elements of a message of keys and values whose rows have a shape (G, D)."""
+
+    def pack_(self, message: Message, flat: Tensor, key: Tensor, value: Tensor) -> None:
+        """Copy the rows of a message from the keys and values of the rank that sends it."""
+
+    def add_(self, message: Message, flat: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Add the gradients that have come home for a message of this rank."""
+
+    def local(self, key: Tensor, value: Tensor) -> Iterator[Part]:
+        """The parts with own keys and values (or their gradients)."""
+
+    def received(self, message: Message, flat: Tensor, row_shape: torch.Size) -> Iterator[Part]:
+        """The parts with the keys and values of a message (or their gradients, in the same order)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A rank's part of a call: the same forward and backward."""
 
-    route: Route
-    alone: tuple[Route, ...]  # one per branch, if each one's output is needed on its own (detached mixing)
+    work: Work
+    alone: tuple[Work, ...]  # one per branch, if each one's output is needed on its own (detached mixing)
     transport: Transport
     ahead: int | None  # messages that are under way while one is computed with; None: all of them from the start
     scale: float
     kernel: TileKernel
     comm_dtype: torch.dtype
-    dropout: Dropout | None
-    positions: Tensor | None  # (B, N), of the whole sequence: what causality goes by under an order
 
-    def options(self, place: Place, plan: Plan, query: Tensor) -> dict[str, Any]:
-        """How the tiles of a plan of a sequence are computed."""
-        positions = None
-        if self.positions is not None:  # every rank knows the order: no position travels
-            positions = tuple(self.positions[place.samples, x.start : x.stop] for x in (plan.queries, plan.keys))
-        return {
-            "scale": self.scale,
-            "kernel": self.kernel,
-            "dropout": self.dropout and self.dropout.at(place.samples.start, place.first_row),
-            "limit": _part_limit(query),
-            "positions": positions,
-        }
-
-
-def _shapes(route: Route, message: Message, row_shape: torch.Size) -> Iterator[tuple[int, ...]]:
-    for number, transfer in message.parts:
-        yield 2, route.places[number].batch, transfer.rows, *row_shape
-
-
-def parts(route: Route, message: Message, flat: Tensor, row_shape: torch.Size) -> Iterator[tuple[Place, Transfer, Tensor]]:
-    """The parts of a message, each with a view (2, B, rows, G, D) of it: first the keys, then the values."""
-    first = 0
-    for (number, transfer), shape in zip(message.parts, _shapes(route, message, row_shape), strict=True):
-        last = first + math.prod(shape)
-        yield route.places[number], transfer, flat[first:last].view(shape)
-        first = last
-
-
-def pack_(route: Route, message: Message, flat: Tensor, key: Tensor, value: Tensor) -> None:
-    """Copy the rows of a message from the keys and values of the rank that sends it."""
-    for place, transfer, packed in parts(route, message, flat, key.shape[2:]):
-        rows, plan = place.rows(message.source, transfer.positions), place.packing(transfer)
-        for x, some in zip((key, value), packed, strict=True):
-            for apart, together in packed_views(plan, x[rows], some):
-                together.copy_(apart)
-
-
-def _add_(route: Route, message: Message, flat: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Add the gradients that have come home for a message of this rank."""
-    for place, transfer, packed in parts(route, message, flat, dk.shape[2:]):
-        rows, plan = place.rows(message.source, transfer.positions), place.packing(transfer)
-        for grad, some in zip((dk, dv), packed, strict=True):
-            for apart, together in packed_views(plan, grad[rows], some):
-                apart.add_(together)
+    def options(self, query: Tensor) -> dict[str, Any]:
+        """How tiles are computed."""
+        return {"scale": self.scale, "kernel": self.kernel, "limit": _part_limit(query)}
 
 
 class Buffers:
     """Room for messages of one direction, used in turn: message ``tick`` has the place of message ``tick - count``."""
 
-    def __init__(self, messages: list[Message], count: int, route: Route, like: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, messages: list[Message], count: int, work: Work, like: Tensor, dtype: torch.dtype) -> None:
         self._count = count
-        self._sizes = {m.tick: sum(map(math.prod, _shapes(route, m, like.shape[2:]))) for m in messages}
+        self._sizes = {m.tick: work.numel(m, like.shape[2:]) for m in messages}
         most: dict[int, int] = {}
         for tick, size in self._sizes.items():
             most[tick % count] = max(most.get(tick % count, 0), size)
@@ -115,17 +100,17 @@ class Buffers:
 
 
 class Exchange:
-    """The messages of a route: keys and values come, gradients go back, a bounded number at a time."""
+    """The messages of a rank: keys and values come, gradients go back, a bounded number at a time."""
 
-    def __init__(self, job: Job, route: Route, key: Tensor, value: Tensor, *, gradients: bool) -> None:
-        self._transport, self._route, self._ticks = job.transport, route, route.ticks
-        self._ahead = len(route.ticks) if job.ahead is None else job.ahead
-        sent = [message for message, _ in route.ticks if message is not None]
-        received = [message for _, message in route.ticks if message is not None]
+    def __init__(self, job: Job, work: Work, key: Tensor, value: Tensor, *, gradients: bool) -> None:
+        self._transport, self._work, self._ticks = job.transport, work, work.ticks
+        self._ahead = len(work.ticks) if job.ahead is None else job.ahead
+        sent = [message for message, _ in work.ticks if message is not None]
+        received = [message for _, message in work.ticks if message is not None]
         self._key, self._value = key, value
 
         def room(messages: list[Message], dtype: torch.dtype) -> Buffers:
-            return Buffers(messages, self._ahead + 1, route, key, dtype)
+            return Buffers(messages, self._ahead + 1, work, key, dtype)
 
         self.outgoing, self.incoming = room(sent, key.dtype), room(received, key.dtype)
         self.going_home, self.coming_home = (room(x if gradients else [], job.comm_dtype) for x in (received, sent))
@@ -148,7 +133,7 @@ class Exchange:
             sends, receives = [], []
             if sent is not None:
                 flat = self.outgoing.flat(sent)
-                pack = partial(pack_, self._route, sent, flat, self._key, self._value)
+                pack = partial(self._work.pack_, sent, flat, self._key, self._value)
                 sends.append(Parcel(sent, "keys and values", sent.target, flat, pack))
             if received is not None:
                 receives.append(Parcel(received, "keys and values", received.source, self.incoming.flat(received)))
@@ -187,68 +172,52 @@ class Exchange:
             wait()
             sent, _ = self._ticks[tick]
             if sent is not None:
-                _add_(self._route, sent, self.coming_home.flat(sent), dk, dv)
+                self._work.add_(sent, self.coming_home.flat(sent), dk, dv)
 
 
-def forward(job: Job, route: Route, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Exchange]:
+def forward(job: Job, work: Work, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Exchange]:
     """``out`` and ``lse (B, n, H)``, both in the accumulation type; the scale is positive."""
     dtype = accumulate_dtype(query.dtype)
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     lse_bnh = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
-    exchange = Exchange(job, route, key, value, gradients=False)
-    for place in route.places:
-        for a, b, plan in place.schedule.local(route.rank):
-            rows, columns = place.chunk(route.rank, a), place.chunk(route.rank, b)
-            tiles.attend_(
-                plan, query[rows], key[columns], value[columns], out[rows], lse_bnh[rows], **job.options(place, plan, query)
-            )
+    options = job.options(query)
+
+    def attend_(parts: Iterable[Part]) -> None:
+        for part in parts:
+            part.attend_(query[part.rows], *part.keys, out[part.rows], lse_bnh[part.rows], **options)
+
+    exchange = Exchange(job, work, key, value, gradients=False)
+    attend_(work.local(key, value))
     for _, message in exchange.received():
-        if message is None:
-            continue
-        for place, transfer, (k, v) in parts(route, message, exchange.incoming.flat(message), key.shape[2:]):
-            for a, plan in place.schedule.remote(transfer):
-                rows = place.chunk(route.rank, a)
-                tiles.attend_(
-                    plan, query[rows], k, v, out[rows], lse_bnh[rows], **job.options(place, plan, query), packed=True
-                )
+        if message is not None:
+            attend_(work.received(message, exchange.incoming.flat(message), key.shape[2:]))
     return out, lse_bnh, exchange
 
 
 def add_gradients_(
     job: Job,
-    route: Route,
+    work: Work,
     by_row: tuple[Tensor, Tensor, Tensor],
     dlse_bnh: Tensor | None,
     qkv: tuple[Tensor, Tensor, Tensor],
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Add the gradients of a route's tiles to ``grads`` (dq, dk, dv); ``by_row`` is dout, out and lse (B, n, H)."""
+    """Add the gradients of all tiles to ``grads`` (dq, dk, dv); ``by_row`` is dout, out and lse (B, n, H)."""
     (query, key, value), (dq, dk, dv) = qkv, grads
+    (dout, out, lse_bnh), options = by_row, job.options(query)
 
-    def at(rows: tuple[slice, slice]) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-        dout, out, lse_bnh = by_row
-        return (dout[rows], out[rows], lse_bnh[rows]), None if dlse_bnh is None else dlse_bnh[rows]
+    def add_(parts: Iterable[Part], gradients: Iterable[Part]) -> None:
+        for part, gradient in zip(parts, gradients, strict=True):
+            at, dlse = part.rows, None if dlse_bnh is None else dlse_bnh[part.rows]
+            some, some_grads = (query[at], *part.keys), (dq[at], *gradient.keys)
+            part.add_gradients_((dout[at], out[at], lse_bnh[at]), dlse, some, some_grads, **options)
 
-    exchange = Exchange(job, route, key, value, gradients=True)
-    for place in route.places:
-        for a, b, plan in place.schedule.local(route.rank):
-            rows, columns = place.chunk(route.rank, a), place.chunk(route.rank, b)
-            some = query[rows], key[columns], value[columns]
-            tiles.add_gradients_(
-                plan, *at(rows), some, (dq[rows], dk[columns], dv[columns]), **job.options(place, plan, query)
-            )
+    exchange = Exchange(job, work, key, value, gradients=True)
+    add_(work.local(key, value), work.local(dk, dv))
     for tick, message in exchange.received():
         if message is not None:
-            both = [
-                parts(route, message, buffers.flat(message), key.shape[2:])
-                for buffers in (exchange.incoming, exchange.going_home)
-            ]
-            exchange.going_home.flat(message).zero_()
-            for (place, transfer, (k, v)), (_, _, gradients) in zip(*both, strict=True):
-                for a, plan in place.schedule.remote(transfer):
-                    rows = place.chunk(route.rank, a)
-                    some, some_grads = (query[rows], k, v), (dq[rows], *gradients)
-                    tiles.add_gradients_(plan, *at(rows), some, some_grads, **job.options(place, plan, query), packed=True)
+            come, going = exchange.incoming.flat(message), exchange.going_home.flat(message).zero_()
+            add_(work.received(message, come, key.shape[2:]), work.received(message, going, key.shape[2:]))
         exchange.send_home(tick, dk, dv)
     exchange.finish(dk, dv)
 
@@ -261,7 +230,7 @@ class RingAttention(torch.autograd.Function):
         """``out`` and ``lse (B, H, n)``."""
         positive, scale, _ = tiles.positive_scale(query, job.scale)
         # Not kept: the buffers of the exchange.
-        out, lse_bnh = forward(replace(job, scale=scale), job.route, positive, key, value)[:2]
+        out, lse_bnh = forward(replace(job, scale=scale), job.work, positive, key, value)[:2]
         out, lse = out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.job = job
@@ -291,9 +260,9 @@ class _Gradients(torch.autograd.Function):
         lse_bnh = lse.transpose(1, 2).contiguous()
         dlse_bnh = None if dlse is None else dlse.transpose(1, 2).contiguous()
         # With constant mixing weights, delta comes from the branch's own output, which is computed again.
-        for route in job.alone or (job.route,):
-            some_out = forward(job, route, *qkv)[0].to(out.dtype) if job.alone else out
-            add_gradients_(job, route, (dout, some_out, lse_bnh), dlse_bnh, qkv, (dq, dk, dv))
+        for work in job.alone or (job.work,):
+            some_out = forward(job, work, *qkv)[0].to(out.dtype) if job.alone else out
+            add_gradients_(job, work, (dout, some_out, lse_bnh), dlse_bnh, qkv, (dq, dk, dv))
         if sign != 1.0:
             dq *= sign
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)

@@ -13,10 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import dilated_attention_pytorch
 from dilated_attention_pytorch.backends import eager, sdpa
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.blocks.call import check_no_causal_order, prepare_blocks
+from dilated_attention_pytorch.blocks.pattern import BlockSparse
 from dilated_attention_pytorch.checks import check_no_forward_derivative, check_order, prepare, rows_in_order
 from dilated_attention_pytorch.distributed import heads as ulysses
 from dilated_attention_pytorch.distributed.agreement import Facts, agree, agree_once, refuse
+from dilated_attention_pytorch.distributed.block_ring import block_work, check_block_sharding
 from dilated_attention_pytorch.distributed.cost import TRANSPORTS, Costs, choose_transport
+from dilated_attention_pytorch.distributed.dilated import DilatedWork
 from dilated_attention_pytorch.distributed.executor import Job, RingAttention
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
 from dilated_attention_pytorch.distributed.shards import Shards, check_layout
@@ -43,11 +47,11 @@ def check_sharding(layout: str | Shards, bucket_size: int | None, transport: str
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Dilated, layout: str | Shards, rank: int, world: int
+    query: Tensor, key: Tensor, value: Tensor, pattern: Dilated | BlockSparse, layout: str | Shards, rank: int, world: int
 ) -> None:
     """What a sharded call asks for beyond a call on one device."""
     check_no_forward_derivative(query, key, value)
-    if pattern.torchscale_padding:  # every tile of a row would count its zero keys
+    if isinstance(pattern, Dilated) and pattern.torchscale_padding:  # every tile of a row would count its zero keys
         raise ValueError("a sharded sequence has no torchscale_padding; use a pattern without it, or one device")
     n, m = query.shape[1], key.shape[1]
     if n != m:
@@ -142,7 +146,7 @@ def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Dilated,
+    pattern: Dilated | BlockSparse,
     *,
     group: dist.ProcessGroup | DeviceMesh,
     layout: str | Shards,
@@ -165,15 +169,22 @@ def ring_attention(
     group = resolve_group(group)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     try:
-        query, key, value, used_scale = prepare(
-            query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=dropout_p, seed=seed, lengths=lengths,
-            cu_seqlens=cu_seqlens, mixing_gradient=mixing_gradient,
-        )  # fmt: skip
+        arguments: dict[str, Any] = {
+            "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "seed": seed, "lengths": lengths,
+            "cu_seqlens": cu_seqlens, "mixing_gradient": mixing_gradient,
+        }  # fmt: skip
+        if isinstance(pattern, BlockSparse):
+            check_block_sharding(bucket_size, transport)
+            query, key, value, used_scale = prepare_blocks(query, key, value, **arguments)
+        else:
+            query, key, value, used_scale = prepare(query, key, value, pattern, **arguments)
         check_sharding(layout, bucket_size, transport, comm_dtype)
         _check(query, key, value, pattern, layout, rank, world)
         rows_in_order(order, ordered, sharded=True)
         if order is not None:
             check_order(order, query, key, lengths, cu_seqlens, sharded=True)
+            if isinstance(pattern, BlockSparse):
+                check_no_causal_order(order, is_causal)
         by_position = is_causal and order is not None and not isinstance(order, Identity)
         kernel = _kernel(backend, Request.of(query, dropout_p, by_position))
         wire = Wire(group, query.device)
@@ -197,7 +208,7 @@ def ring_attention(
         key_heads=key_heads,
         head_dim=head_dim,
         requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)),
-        pattern=pattern.spec,
+        pattern=pattern.digest if isinstance(pattern, BlockSparse) else pattern.spec,
         is_causal=is_causal,
         scale=used_scale,
         dropout_p=float(dropout_p),
@@ -224,6 +235,18 @@ def ring_attention(
         "lengths": host_lengths(lengths, shards.length),
         "cu_seqlens": host_cu_seqlens(cu_seqlens, shards.length),
     }
+    job = partial(
+        Job,
+        transport=wire,
+        scale=used_scale,
+        kernel=kernel,
+        comm_dtype=accumulate_dtype(query.dtype) if comm_dtype is None else comm_dtype,
+    )
+    if isinstance(pattern, BlockSparse):
+        pattern.check_call(batch, shards.length, shards.length, heads, is_causal=is_causal, packed=cu_seqlens is not None)
+        blocks, ahead = block_work(query, key, pattern, shards, wire, used_scale, transport, **call)
+        out, lse = RingAttention.apply(query, key, value, job(blocks, (), ahead=ahead))  # type: ignore[no-untyped-call]
+        return out, lse
     reasons = ulysses.why_not(pattern, shards.length, key_heads, world, dropout_p, bucket_size, comm_dtype)
     rows_per_message = default_bucket_size(shards, query.device.type) if bucket_size is None else bucket_size
     if transport == "auto" and world > 1:
@@ -241,16 +264,11 @@ def ring_attention(
         )  # fmt: skip
     route = partial(make_route, pattern, shards, rank, batch, key_heads, bucket_size=rows_per_message, **call)
     detached = mixing_gradient == "detached" and len(pattern.branches) > 1
-    job = Job(
-        route=route(),
-        alone=tuple(route(branch=branch) for branch in range(len(pattern.branches))) if detached else (),
-        transport=wire,
-        ahead=None if transport == "allgather" else 1,
-        scale=used_scale,
-        kernel=kernel,
-        comm_dtype=accumulate_dtype(query.dtype) if comm_dtype is None else comm_dtype,
-        dropout=Dropout(dropout_p, used_seed) if dropout_p > 0.0 else None,
-        positions=order.positions.expand(batch, -1) if by_position and order is not None else None,
-    )
-    out, lse = RingAttention.apply(query, key, value, job)  # type: ignore[no-untyped-call]
+    dropout = Dropout(dropout_p, used_seed) if dropout_p > 0.0 else None
+    positions = order.positions.expand(batch, -1) if by_position and order is not None else None
+    branches = range(len(pattern.branches)) if detached else ()
+    work = DilatedWork(route(), dropout, positions)
+    alone = tuple(DilatedWork(route(branch=branch), dropout, positions) for branch in branches)
+    ahead = None if transport == "allgather" else 1
+    out, lse = RingAttention.apply(query, key, value, job(work, alone, ahead=ahead))  # type: ignore[no-untyped-call]
     return out, lse

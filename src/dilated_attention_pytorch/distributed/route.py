@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from dilated_attention_pytorch.distributed.schedule import Schedule, Transfer, make_schedule
 from dilated_attention_pytorch.distributed.shards import Shards
@@ -45,8 +46,8 @@ class Place:
         """Samples and rows of a rank that hold these positions of the sequence."""
         for number, chunk in enumerate(self.schedule.shards.chunks[rank]):
             if positions.start in chunk:
-                start = self.chunk(rank, number)[1].start + positions.start - chunk.start
-                return self.samples, slice(start, start + len(positions))
+                start, stop = self.first_row + positions.start, self.first_row + positions.stop
+                return self.samples, self.whole.rows_of(rank, number, range(start, stop))
         raise AssertionError(f"rank {rank} does not hold {positions}")
 
     def packing(self, transfer: Transfer) -> Plan:
@@ -66,7 +67,7 @@ class Message:
     target: int
     tick: int
     name: str  # for errors
-    parts: tuple[tuple[int, Transfer], ...]  # number of the place, and a transfer or a part of one
+    parts: tuple[tuple[int, Any], ...]  # number of the place, and a transfer (of tiles or of blocks) or a part of one
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,15 @@ class Shards:
         """How many rows a rank holds."""
         return sum(map(len, self.chunks[rank]))
 
+    def rows_of(self, rank: int, number: int, positions: range) -> slice:
+        """The rows of a rank's tensors that are these positions of one of its chunks.
+
+        >>> Shards.of([4, 4], "zigzag").rows_of(0, 1, range(7, 8))
+        slice(3, 4, None)
+        """
+        start = sum(map(len, self.chunks[rank][:number])) + positions.start - self.chunks[rank][number].start
+        return slice(start, start + len(positions))
+
     @property
     def world_size(self) -> int:
         """The number of ranks."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from dilated_attention_pytorch.backends import eager, sdpa
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.checks import prepare
-from dilated_attention_pytorch.distributed.executor import Job, forward, pack_
-from dilated_attention_pytorch.distributed.route import Route, default_bucket_size, make_route
+from dilated_attention_pytorch.distributed.dilated import DilatedWork
+from dilated_attention_pytorch.distributed.executor import Job, Work, forward
+from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from dilated_attention_pytorch.distributed.shards import Shards
 from dilated_attention_pytorch.distributed.transport import Parcel
@@ -40,7 +41,7 @@ class RankMemory:
 class Shelf:
     """A transport within one process: what a rank receives is packed from the shards of the others."""
 
-    route: Route
+    work: Work
     keys: list[Tensor]
     values: list[Tensor]
     received: int = 0
@@ -56,7 +57,7 @@ class Shelf:
             parcel.pack()  # for its memory: nobody reads it
         for parcel in receives:
             source = parcel.message.source
-            pack_(self.route, parcel.message, parcel.rows, self.keys[source], self.values[source])
+            self.work.pack_(parcel.message, parcel.rows, self.keys[source], self.values[source])
             self.received += parcel.rows.numel() * parcel.rows.element_size()
         return lambda: None
 
@@ -109,13 +110,14 @@ def simulate_ring(
             is_causal=is_causal,
             bucket_size=default_bucket_size(shards, query.device.type) if bucket_size is None else bucket_size,
         )  # fmt: skip
-        shelf = Shelf(route, keys, values)
+        work = DilatedWork(route)
+        shelf = Shelf(work, keys, values)
         own, positive, _ = positive_scale(query.index_select(1, rows), scale)
-        job = Job(route, (), shelf, 1, positive, kernel, accumulate_dtype(query.dtype), None, None)
+        job = Job(work, (), shelf, 1, positive, kernel, accumulate_dtype(query.dtype))
         results: list[Any] = []
 
         def run(job: Job = job, own: Tensor = own, rank: int = rank, results: list[Any] = results) -> None:
-            results.append(forward(job, job.route, own, keys[rank], values[rank]))
+            results.append(forward(job, job.work, own, keys[rank], values[rank]))
 
         with torch.no_grad():
             peak = peak_extra_bytes(run, query.device)

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from dilated_attention_pytorch.api import attention
 from dilated_attention_pytorch.backends import check_name
 from dilated_attention_pytorch.blocks.pattern import BlockSparse, SparsePatternConfig
-from dilated_attention_pytorch.checks import check_options
+from dilated_attention_pytorch.checks import check_no_sharding, check_options
+from dilated_attention_pytorch.nn.sharded import ShardedModule
 from dilated_attention_pytorch.patterns import Dilated
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
-class BlockSparseRingDilatedAttention(nn.Module):
+    from dilated_attention_pytorch.distributed.shards import Shards
+
+
+class BlockSparseRingDilatedAttention(ShardedModule):
     """``attention`` with a block-sparse pattern.
 
     Args:
@@ -22,8 +31,10 @@ class BlockSparseRingDilatedAttention(nn.Module):
             blocks. The other patterns have no branches and do not depend on them.
         sparse_config: the pattern; by default ``"dilated_sparse"`` with a tenth of the blocks.
         softmax_scale, backend: ``scale`` and ``backend`` of ``attention``.
+        group: ranks over which the sequence is sharded, see ``attention``: query, key and value are then this rank's rows,
+            ``lengths`` and ``cu_seqlens`` count positions of the whole sequence. One device by default.
+        layout, transport, comm_dtype: with ``group``, how rows travel, see ``attention``.
 
-    >>> import torch
     >>> config = SparsePatternConfig("dilated_sparse", sparsity_ratio=0.5, block_size=64)
     >>> attend = BlockSparseRingDilatedAttention([256, 512], [1, 2], config)
     >>> attend(torch.randn(1, 1000, 8, 64)).shape
@@ -38,8 +49,18 @@ class BlockSparseRingDilatedAttention(nn.Module):
         *,
         softmax_scale: float | None = None,
         backend: str = "auto",
+        group: ProcessGroup | DeviceMesh | None = None,
+        layout: str | Shards = "contiguous",
+        transport: str = "auto",
+        comm_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        if group is None:
+            check_no_sharding(layout=layout, bucket_size=None, transport=transport, comm_dtype=comm_dtype)
+        else:
+            from dilated_attention_pytorch.distributed.ring import check_sharding  # imports torch.distributed
+
+            check_sharding(layout, None, transport, comm_dtype)
+        super().__init__(group, layout, None, transport, comm_dtype)
         check_name(backend)
         check_options(softmax_scale, 0.0, "exact")
         config = SparsePatternConfig("dilated_sparse", 0.1) if sparse_config is None else sparse_config
@@ -75,7 +96,8 @@ class BlockSparseRingDilatedAttention(nn.Module):
         if key is None and value is not None:
             raise ValueError("value without key: pass both, or neither for the queries themselves")
         key = query if key is None else key
-        return attention(
+        sharding: dict[str, Any] = {} if self.group is None else self.sharding()
+        out: Tensor = attention(
             query,
             key,
             key if value is None else value,
@@ -85,7 +107,9 @@ class BlockSparseRingDilatedAttention(nn.Module):
             lengths=lengths,
             cu_seqlens=cu_seqlens,
             backend=self.backend,
+            **sharding,
         )
+        return out
 
     def extra_repr(self) -> str:
         """The pattern, for ``print(module)``."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from dilated_attention_pytorch.api import attention
 from dilated_attention_pytorch.backends import check_name
 from dilated_attention_pytorch.checks import check_options
-from dilated_attention_pytorch.nn.ordered import OrderedModule
+from dilated_attention_pytorch.nn.sharded import ShardedModule
 from dilated_attention_pytorch.orders import Order
 from dilated_attention_pytorch.patterns import Dilated
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.distributed.shards import Shards
 
 
-class RingDilatedAttention(OrderedModule):
+class RingDilatedAttention(ShardedModule):
     """``attention`` over a sequence that is sharded over the ranks of a group: each rank passes and gets its own rows.
 
     Args:
@@ -57,16 +56,11 @@ class RingDilatedAttention(OrderedModule):
     ) -> None:
         from dilated_attention_pytorch.distributed.ring import check_sharding  # imports torch.distributed
 
-        super().__init__(order, ordered, sharded=True)
-        check_name(backend)
         check_sharding(layout, bucket_size, transport, comm_dtype)
+        super().__init__(group, layout, bucket_size, transport, comm_dtype, order, ordered)
+        check_name(backend)
         self.pattern = Dilated(segment_lengths, dilation_rates, offsets)
         check_options(softmax_scale, attention_dropout, mixing_gradient)
-        self.group = group
-        self.bucket_size = bucket_size
-        self.layout = layout
-        self.transport = transport
-        self.comm_dtype = comm_dtype
         self.attention_dropout = attention_dropout
         self.backend = backend
         self.softmax_scale = softmax_scale
@@ -83,29 +77,13 @@ class RingDilatedAttention(OrderedModule):
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Attend this rank's (B, n, H, D) over all ranks' (B, n, G, D) and return (B, n, H, D)."""
-        import torch.distributed as dist
-
-        group = dist.group.WORLD if self.group is None else self.group
-        if group is None:
-            raise RuntimeError(
-                "RingDilatedAttention needs a process group: start with torchrun and call "
-                "torch.distributed.init_process_group(), or use DilatedAttention on one device"
-            )
-        return attention(
+        out: Tensor = attention(
             query, key, value, self.pattern, is_causal=is_causal, scale=self.softmax_scale,
             dropout_p=self.attention_dropout if self.training else 0.0, lengths=lengths, cu_seqlens=cu_seqlens,
-            mixing_gradient=self.mixing_gradient, backend=self.backend, group=group, layout=self.layout,
-            bucket_size=self.bucket_size, transport=self.transport, comm_dtype=self.comm_dtype,
-            order=self.order, ordered=self.ordered,
+            mixing_gradient=self.mixing_gradient, backend=self.backend, order=self.order, ordered=self.ordered,
+            **self.sharding("DilatedAttention"),
         )  # fmt: skip
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RingDilatedAttention:
-        """A copy over the same ranks: a process group cannot be copied."""
-        memo[id(self.group)] = self.group
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return new
+        return out
 
     def extra_repr(self) -> str:
         """The pattern, for ``print(module)``."""

@@ -1,0 +1,127 @@
+"""Block-sparse attention on a sharded sequence: bytes that a rank receives, from the schedule, by density and ranks.
+
+    python benchmarks/blocks_bytes.py [--docs]
+
+writes results/blocks_bytes.json; ``--docs`` makes the plot and the tables of docs/block_sparse.md from that file. No data
+is sent and no attention is computed: what goes over the wire is compared with the schedule in tests/test_block_ring.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch import BlockSparse, DistributedSparseConfig, SparsePatternConfig
+from dilated_attention_pytorch.distributed import Shards
+from dilated_attention_pytorch.distributed.block_schedule import BlockSchedule, positions_read
+from dilated_attention_pytorch.distributed.block_work import blocks_of, named_blocks
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "blocks_bytes.json"
+TOKENS_PER_RANK, BLOCK_SIZE = 8192, 128
+KEY_HEADS, HEAD_DIM, ELEMENT_SIZE = 8, 64, 2
+RANKS = (8, 64, 512)
+DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2)
+SAMPLED = 16  # ranks; the same answer for all but those near the ends
+
+
+def patterns(density: float, shards: Shards):
+    """By name: the pattern, or its configuration. Tiers of 8 ranks per node, as dense as the ratio says everywhere."""
+    yield "local_window", SparsePatternConfig("local_window", density, BLOCK_SIZE)
+    yield "hierarchical", SparsePatternConfig("hierarchical", density, BLOCK_SIZE)
+    # All lists of a pattern by ranks exist at once: 50 million entries at 512 ranks and 5 %.
+    if shards.world_size < 512 or density <= 0.02:
+        settings = DistributedSparseConfig(density, "hierarchical", block_size=BLOCK_SIZE, node_size=8)
+        yield "tiers", settings.pattern(shards)
+
+
+def read_by(rank: int, pattern: SparsePatternConfig | BlockSparse, shards: Shards):
+    """The positions that a rank reads, and the blocks that it computes."""
+    chunks, blocks = shards.chunks[rank], -(-shards.length // BLOCK_SIZE)
+    lists = []
+    for some in (blocks_of(chunk, BLOCK_SIZE) for chunk in chunks):
+        if isinstance(pattern, BlockSparse):
+            lists.append(pattern.given.rows(some.start, some.stop))
+        else:
+            lists.append(pattern.lists(some.start, blocks, False, some.stop))
+    named = [named_blocks(x) for x in lists]
+    computed = sum(int(x.counts.sum()) for x in lists)
+    return positions_read(chunks, named, BLOCK_SIZE, shards.length, is_causal=False), computed
+
+
+def measure() -> list[dict]:
+    rows = []
+    sizes = {"key_heads": KEY_HEADS, "head_dim": HEAD_DIM, "element_size": ELEMENT_SIZE}
+    for world in RANKS:
+        shards = Shards.even(TOKENS_PER_RANK * world, world, "contiguous")
+        sampled = range(0, world, max(1, world // SAMPLED))
+        dense = (world - 1) * TOKENS_PER_RANK * KEY_HEADS * HEAD_DIM * 2 * ELEMENT_SIZE
+        blocks = shards.length // BLOCK_SIZE
+        for density in DENSITIES:
+            for name, pattern in patterns(density, shards):
+                start = time.perf_counter()
+                read, computed = zip(*(read_by(rank, pattern, shards) for rank in sampled), strict=True)
+                seconds = (time.perf_counter() - start) / len(sampled)
+                by_rank = dict(zip(sampled, read, strict=True))
+                schedule = BlockSchedule(shards, tuple(by_rank.get(rank, ()) for rank in range(world)))
+                received = [schedule.bytes(rank, **sizes) for rank in sampled]
+                rows.append({
+                    "ranks": world, "tokens": shards.length, "pattern": name, "ratio": density,
+                    "density": statistics.mean(computed) / (TOKENS_PER_RANK // BLOCK_SIZE * blocks),
+                    "bytes_mean": statistics.mean(received), "bytes_most": max(received), "dense_bytes": dense,
+                    "of_dense": statistics.mean(received) / dense, "seconds_per_rank": seconds,
+                })  # fmt: skip
+                print({key: round(x, 5) if isinstance(x, float) else x for key, x in rows[-1].items()}, flush=True)
+    return rows
+
+
+def docs(rows: list[dict]) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    colours = dict(zip(RANKS, ("#1f77b4", "#ff7f0e", "#2ca02c"), strict=True))
+    for world, colour in colours.items():
+        for name, style in (("local_window", "o-"), ("tiers", "s--")):
+            some = [row for row in rows if row["ranks"] == world and row["pattern"] == name and row["bytes_mean"]]
+            label = f"{world} ranks" if name == "local_window" else None
+            axes.loglog(
+                [r["density"] for r in some], [r["bytes_mean"] / 2**20 for r in some], style, color=colour, label=label
+            )
+        dense = next(row["dense_bytes"] for row in rows if row["ranks"] == world)
+        axes.axhline(dense / 2**20, color=colour, linewidth=0.6, linestyle=":")
+    axes.set_xlabel("density: blocks computed (circles: local_window, squares: tiers)", fontsize=8)
+    axes.set_ylabel("MiB received per rank (dotted: dense)", fontsize=8)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(ROOT / "docs" / "blocks_bytes.png", dpi=100, metadata={"Software": None})
+    for name in ("local_window", "tiers", "hierarchical"):
+        print(f"\n{name}\n")
+        for world in RANKS:
+            some = {row["ratio"]: row for row in rows if row["ranks"] == world and row["pattern"] == name}
+            cells = [f"{some[d]['bytes_mean'] / 2**20:,.1f}" if d in some else "" for d in DENSITIES]
+            one = next(iter(some.values()))
+            print(f"| {world} | {one['tokens']:,} | " + " | ".join(cells) + f" | {one['dense_bytes'] / 2**20:,.0f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", action="store_true")
+    if parser.parse_args().docs:
+        docs(json.loads(RESULTS.read_text())["rows"])
+        return
+    setting = {
+        "tokens_per_rank": TOKENS_PER_RANK, "block_size": BLOCK_SIZE, "key_heads": KEY_HEADS, "head_dim": HEAD_DIM,
+        "element_size": ELEMENT_SIZE, "is_causal": False, "node_size": 8, "version": dilated_attention_pytorch.__version__,
+    }  # fmt: skip
+    RESULTS.write_text(json.dumps({**setting, "rows": measure()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Projections around attention, in the place of ``nn.MultiheadAttention``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.api import attention_weights
+
+MAX_WEIGHTS = 2**26  # B * H * N * M that need_weights=True returns: 256 MiB in float32
+
+
+class ProjectedAttention(nn.Module):
+    """Query, key, value and output projections around a module ``attention(q, k, v, is_causal, lengths=...)``.
+
+    ``attention`` takes and returns (B, N, heads, head size). Weights are served where it is not ``sharded``: from its
+    ``pattern`` and ``softmax_scale``, without an ``order``. The other arguments are those of ``MultiheadDilatedAttention``.
+    """
+
+    def __init__(
+        self,
+        attention: Any,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        sharded: bool,
+        num_kv_heads: int | None,
+        bias: bool,
+        layer_norm: bool,
+        layer_norm_eps: float,
+        gamma_init: float,
+        batch_first: bool,
+        kdim: int | None,
+        vdim: int | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a positive multiple of num_heads, got embed_dim={embed_dim}, num_heads={num_heads}"
+            )
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"
+            )
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.batch_first = batch_first
+        self.gamma_init = gamma_init
+        self.attention = attention
+        self.sharded = sharded
+        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, embed_dim, **options)
+        self.k_proj = nn.Linear(embed_dim if kdim is None else kdim, num_kv_heads * self.head_dim, **options)
+        self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, num_kv_heads * self.head_dim, **options)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, **options)
+        self.inner_attn_ln = nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype) if layer_norm else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform projections, zero biases, as in ``nn.MultiheadAttention``."""
+        for projection, gain in (
+            (self.q_proj, 1.0),
+            (self.k_proj, 1.0),
+            (self.v_proj, self.gamma_init),
+            (self.out_proj, self.gamma_init),
+        ):
+            nn.init.xavier_uniform_(projection.weight, gain=gain)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        if self.inner_attn_ln is not None:
+            self.inner_attn_ln.reset_parameters()
+
+    def _heads(self, x: Tensor, projection: nn.Linear, heads: int) -> Tensor:
+        """(B, N, E) or (N, B, E) -> (B, N, heads, head size)."""
+        projected: Tensor = projection(x)
+        batch_first = projected if self.batch_first else projected.transpose(0, 1)
+        return batch_first.view(*batch_first.shape[:2], heads, self.head_dim)
+
+    def _check_embeddings(self, query: Tensor, key: Tensor, value: Tensor | None) -> None:
+        named = {"query": (query, self.q_proj), "key": (key, self.k_proj)}
+        if value is not None:
+            named["value"] = (value, self.v_proj)
+        order = "batch, sequence" if self.batch_first else "sequence, batch"
+        for name, (x, projection) in named.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            size = projection.in_features
+            if x.dim() not in (2, 3) or x.shape[-1] != size:
+                raise ValueError(
+                    f"{name} must be ({order}, {size}), or (sequence, {size}) for one sample; got {tuple(x.shape)}"
+                )
+            if x.dim() != query.dim():
+                raise ValueError(
+                    f"{name} must have as many dimensions as query, got {tuple(x.shape)} and {tuple(query.shape)}"
+                )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend and project; returns ``(out, weights)``, weights None unless ``need_weights``.
+
+        Args:
+            query, key, value: (batch, sequence, embedding), or (sequence, batch, embedding) if not ``batch_first``, or
+                (sequence, embedding).
+            key_padding_mask: (batch, keys), True (or -inf) for padding, which must stand at the end of each sample.
+            need_weights: also return the weights, averaged over the heads, or per head if not ``average_attn_weights``.
+            attn_mask: must be None.
+            average_attn_weights: see ``need_weights``.
+            is_causal: a position sees itself and earlier ones only.
+            lengths: (batch,), the valid positions of each sample: ``key_padding_mask`` without a mask.
+        """
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is not supported: the pattern decides which positions meet; use is_causal=True for "
+                "causal attention and key_padding_mask or lengths for padding"
+            )
+        self._check_embeddings(query, key, value)
+        unbatched = query.dim() == 2
+        if unbatched:
+            dim = 0 if self.batch_first else 1
+            query, key, value = (x.unsqueeze(dim) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        q = self._heads(query, self.q_proj, self.num_heads)
+        k = self._heads(key, self.k_proj, self.num_kv_heads)
+        v = self._heads(value, self.v_proj, self.num_kv_heads)
+        if need_weights:
+            self._check_weights("need_weights=True")
+        if key_padding_mask is not None:
+            self._check_one_device("key_padding_mask")
+            if lengths is not None:
+                raise ValueError("key_padding_mask and lengths say the same thing; pass one of them")
+            lengths = _lengths_from_mask(key_padding_mask, k.shape[0], k.shape[1])
+        if need_weights and q.shape[0] * self.num_heads * q.shape[1] * k.shape[1] > MAX_WEIGHTS:
+            raise ValueError(
+                f"need_weights=True returns at most {MAX_WEIGHTS} weights (batch * heads * queries * keys), got "
+                f"{q.shape[0]} * {self.num_heads} * {q.shape[1]} * {k.shape[1]}; use attention_map(query_rows=...) for the "
+                "rows of interest"
+            )
+        attended = self.attention(q, k, v, is_causal, lengths=lengths)
+        x = attended.flatten(-2)
+        if self.inner_attn_ln is not None:
+            x = self.inner_attn_ln(x)
+        out: Tensor = self.out_proj(x)
+        if not self.batch_first:
+            out = out.transpose(0, 1)
+        weights = None
+        if need_weights:
+            weights = self._weights(q, k, range(q.shape[1]), is_causal, lengths)
+            weights = weights.mean(1) if average_attn_weights else weights
+        if unbatched:
+            out = out.squeeze(0 if self.batch_first else 1)
+            weights = None if weights is None else weights.squeeze(0)
+        return out, weights
+
+    def attention_map(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_rows: Sequence[int] | Tensor,
+        *,
+        is_causal: bool = False,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """The weights (batch, heads, rows, keys) of chosen query rows, at any length, in memory proportional to it.
+
+        >>> from dilated_attention_pytorch import MultiheadDilatedAttention
+        >>> module = MultiheadDilatedAttention(64, 4, segment_lengths=[256, 512], dilation_rates=[1, 2])
+        >>> x = torch.randn(1, 1000, 64)
+        >>> module.attention_map(x, x, query_rows=[0, -1]).shape
+        torch.Size([1, 4, 2, 1000])
+        """
+        self._check_weights("attention_map")
+        self._check_embeddings(query, key, None)
+        unbatched = query.dim() == 2
+        if unbatched:
+            dim = 0 if self.batch_first else 1
+            query, key = query.unsqueeze(dim), key.unsqueeze(dim)
+        q = self._heads(query, self.q_proj, self.num_heads)
+        k = self._heads(key, self.k_proj, self.num_kv_heads)
+        weights = self._weights(q, k, query_rows, is_causal, lengths)
+        return weights.squeeze(0) if unbatched else weights
+
+    def _check_one_device(self, what: str) -> None:
+        if self.sharded:
+            raise ValueError(
+                f"{what} needs the whole sequence, of which a rank has a shard; use lengths for padding, and "
+                "attention_weights on gathered tensors (distributed.gather_sequence) for weights"
+            )
+
+    def _check_weights(self, what: str) -> None:
+        self._check_one_device(what)
+        if self.attention.order is not None:
+            raise ValueError(
+                f"{what} is not available with an order; attention_weights of tensors that order.permute has put in order "
+                "gives the weights by place, if not causal"
+            )
+
+    def _weights(
+        self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool, lengths: Tensor | None
+    ) -> Tensor:
+        pattern, scale = self.attention.pattern, self.attention.softmax_scale
+        return attention_weights(q, k, pattern, rows, is_causal=is_causal, scale=scale, lengths=lengths)
+
+
+def _lengths_from_mask(mask: Tensor, batch: int, keys: int) -> Tensor:
+    """The lengths that a ``key_padding_mask`` of suffixes describes."""
+    if mask.shape != (batch, keys):
+        raise ValueError(f"key_padding_mask must be (batch, keys) = {(batch, keys)}, got {tuple(mask.shape)}")
+    if mask.is_floating_point():
+        padding = mask == -torch.inf
+        if not bool((padding | (mask == 0)).all()):
+            raise ValueError("a floating-point key_padding_mask must hold 0 (keep) and -inf (ignore) only")
+    elif mask.dtype == torch.bool:
+        padding = mask
+    else:
+        raise TypeError(f"key_padding_mask must be bool or floating-point, got {mask.dtype}")
+    lengths = (~padding).sum(-1)
+    suffix = torch.arange(keys, device=mask.device) >= lengths.unsqueeze(-1)
+    wrong = (padding != suffix).any(-1)
+    if bool(wrong.any()):
+        raise ValueError(
+            "key_padding_mask must mark padding (True) at the end of each sample only, because a dilated pattern counts "
+            f"positions from the start; samples {wrong.nonzero().squeeze(1).tolist()} have padding before or between "
+            "tokens: move it to the end"
+        )
+    return lengths

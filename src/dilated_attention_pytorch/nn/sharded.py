@@ -1,0 +1,64 @@
+"""What modules over a sharded sequence have in common: the group and how rows travel."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from dilated_attention_pytorch.nn.ordered import OrderedModule
+from dilated_attention_pytorch.orders import Order
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dilated_attention_pytorch.distributed.shards import Shards
+
+
+class ShardedModule(OrderedModule):
+    """A module of a rank; ``group``, ``layout``, ``bucket_size``, ``transport`` and ``comm_dtype`` are ``attention``'s."""
+
+    def __init__(
+        self,
+        group: ProcessGroup | DeviceMesh | None,
+        layout: str | Shards,
+        bucket_size: int | None,
+        transport: str,
+        comm_dtype: torch.dtype | None,
+        order: Order | None = None,
+        ordered: bool | None = None,
+    ) -> None:
+        super().__init__(order, ordered, sharded=True)
+        self.group = group
+        self.layout = layout
+        self.bucket_size = bucket_size
+        self.transport = transport
+        self.comm_dtype = comm_dtype
+
+    def sharding(self, alone: str = "a module without group") -> dict[str, Any]:
+        """The arguments for ``attention``: the group, by default all ranks, and how rows travel.
+
+        ``alone`` is what serves one device, for the error without a group.
+        """
+        import torch.distributed as dist
+
+        group = dist.group.WORLD if self.group is None else self.group
+        if group is None:
+            raise RuntimeError(
+                f"{type(self).__name__} needs a process group: start with torchrun and call "
+                f"torch.distributed.init_process_group(), or use {alone} on one device"
+            )
+        return {
+            "group": group, "layout": self.layout, "bucket_size": self.bucket_size, "transport": self.transport,
+            "comm_dtype": self.comm_dtype,
+        }  # fmt: skip
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy over the same ranks: a process group cannot be copied."""
+        memo[id(self.group)] = self.group
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
