@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python3 benchmarks/ring_gpu.py [--tokens 262144 1048576] [--ranks 2 4] [--mps] [--out FILE]
 
-``single`` is the same work in one process without a group, through the same tile kernel. ``copies`` is the time of all
+``single`` is the same work by one rank of a group of one, which communicates nothing; ``alone`` the same call without a
+group, whose partial results are merged by one kernel at the end. ``copies`` is the time of all
 messages of a forward and a backward without any computation. Ranks of one GPU share its time, so at best ``seconds`` is
 ``single``. With ``--mps`` they share it by CUDA's multi-process service, whose daemon is started for the run; without, the
 driver gives each process the whole GPU in turns. ``difference`` is the largest relative one of out, dq, dk and dv from
@@ -18,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,18 +83,15 @@ def copies(pattern: Dilated, shards: Shards, rank: int, key: torch.Tensor, value
 
 
 def work(rank: int, world: int, folder: str, lengths: list[int]) -> None:
-    if world > 1:
-        timeout = timedelta(seconds=120)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world, timeout=timeout
-        )
+    timeout = timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world, timeout=timeout)
     found = []
     for n in sorted(lengths):
         shards = Shards.even(n, world, "contiguous")
         (mine,) = shards.chunks[rank]
         q, k, v, dout = (x[:, mine.start : mine.stop].clone() for x in whole(n))
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        options = {"backend": "sdpa"} | ({"group": dist.group.WORLD, "transport": "ring"} if world > 1 else {})
+        options = {"backend": "sdpa", "group": dist.group.WORLD, "transport": "ring"}
         # Sampled over the whole sequence; a rank keeps its own.
         sample = torch.linspace(0, n - 1, SAMPLES).long()
         rows = sample[(sample >= mine.start) & (sample < mine.stop)] - mine.start
@@ -109,6 +108,10 @@ def work(rank: int, world: int, folder: str, lengths: list[int]) -> None:
             result, seconds = runs[-1][1], sorted(seconds for seconds, _ in runs)[repeats // 2]
             del runs
             row = {"tokens": n, "ranks": world, "number": number, "setting": name, "seconds": seconds}
+            if world == 1 and (n < 2**20 or name == LONGNET):
+                alone = partial(call, options={"backend": "sdpa"})
+                alone()
+                row["alone_seconds"], _ = timed(alone, world)
             if world > 1:
                 arguments = (pattern, shards, rank, k.detach(), v.detach())
                 copies(*arguments)
@@ -120,8 +123,7 @@ def work(rank: int, world: int, folder: str, lengths: list[int]) -> None:
             del result
     if rank == 0:
         Path(folder, f"{world}.json").write_text(json.dumps(found))
-    if world > 1:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def rows_of(folder: str, row: dict, world: int) -> list[torch.Tensor]:
@@ -160,6 +162,8 @@ def main() -> None:
     for row in table:
         shown = f"| {row['tokens']:,} | {row['ranks']} | {row['setting']} | {row['seconds']:.3f} | "
         shown += f"{row['times_faster_than_dilation_1']:.1f} | "
+        if "alone_seconds" in row:
+            shown += f"alone {row['alone_seconds']:.3f} |"
         if row["ranks"] > 1:
             shown += f"{row['single_seconds']:.3f} | {row['copy_seconds']:.3f} | {row['over_single_and_copies']:.2f} | "
             shown += f"{max(row['differences']):.1e} |"
