@@ -72,10 +72,10 @@ def prepare_blocks(
 
 
 def _choose(backend: str, request: Request, block_size: int, n: int, m: int) -> str:
-    more = hopper.why_not_blocks(block_size, n, m)
-    if backend == "hopper" and more:
+    # Reasons are put into words only where they are raised: compilers cannot format lengths that they do not know.
+    if backend == "hopper" and (more := hopper.why_not_blocks(block_size, n, m)):
         raise ValueError("no backend can serve this call:\n" + "\n".join(f"  hopper: {reason}" for reason in more))
-    if backend != "auto" or not more:
+    if backend != "auto" or (block_size in hopper.BLOCK_SIZES and n == m):
         return backends.choose(backend, request)
     # Without the first, in the order of all calls.
     served = (name for name in backends.candidates(backend, request) if name != "hopper")
