@@ -3,6 +3,7 @@
     python tests/compile_sm90.py '[["forward", 2, 64, 64, 64, 4, 3]]'     kernel, element size, head size, config
     python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size [, final, group, parts]
     python tests/compile_sm90.py '[["block forward", 2, 64, 128]]'        kernel, element size, head size, block size
+    python tests/compile_sm90.py '[["hopper block dq", 64, 128, true, 1]]' kernel, head size, block size, causal, group
     python tests/compile_sm90.py '[["one merge", 64]]'                    kernel, head size
 
 A process of its own, because the interpreter that the other tests use must be off when kernels are defined.
@@ -25,6 +26,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 import sass
+from dilated_attention_pytorch.backends.hopper import block_dkv as hopper_block_dkv
+from dilated_attention_pytorch.backends.hopper import block_dq as hopper_block_dq
+from dilated_attention_pytorch.backends.hopper import block_forward as hopper_block_forward
 from dilated_attention_pytorch.backends.hopper import configs as hopper_configs
 from dilated_attention_pytorch.backends.hopper import dkv as hopper_dkv
 from dilated_attention_pytorch.backends.hopper import dq as hopper_dq
@@ -43,6 +47,11 @@ HOPPER = {
     "forward": hopper_forward.forward_kernel,
     "dq": hopper_dq.dq_kernel,
     "dkv": hopper_dkv.dkv_kernel,
+}
+HOPPER_BLOCKS = {
+    "forward": hopper_block_forward.block_forward_kernel,
+    "dq": hopper_block_dq.block_dq_kernel,
+    "dkv": hopper_block_dkv.block_dkv_kernel,
 }
 HALF = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
 FLOAT = (
@@ -135,6 +144,25 @@ def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_P
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options)
 
 
+def hopper_block_usage(kernel, head_dim, block_size, causal, group):
+    config = getattr(hopper_configs.configs(head_dim), kernel)
+    constants = {
+        "D": head_dim,
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_M" if kernel == "dkv" else "BLOCK_N": config.block,
+        "STAGES": config.stages,
+        "HELD": config.held,
+        "BLOCK_SIZE": block_size,
+        "CAUSAL": causal,
+    }
+    if group == 1:  # as Triton specialises it
+        constants["group"] = 1
+    if kernel == "dkv":
+        constants["OVERLAP"] = config.overlap
+    options = {"num_warps": 4, "maxnreg": hopper_run._START_REGISTERS}
+    return compiled_usage(GluonASTSource, HOPPER_BLOCKS[kernel], constants, 2, options)
+
+
 def one_usage(kernel, head_dim):
     function = {"merge": merge.merge_kernel, "sum": merge.sum_kernel}[kernel]
     constants = {"D": head_dim, "ALIGNED": 8} | parts.block_sizes(head_dim)
@@ -187,5 +215,6 @@ if __name__ == "__main__":
     for arguments in json.loads(sys.argv[1]):
         name, *rest = arguments
         family, _, kernel = name.rpartition(" ")
-        used = {"hopper": hopper_usage, "block": block_usage, "one": one_usage, "": usage}[family](kernel, *rest)
+        families = {"hopper": hopper_usage, "hopper block": hopper_block_usage, "block": block_usage, "one": one_usage}
+        used = families.get(family, usage)(kernel, *rest)
         print(json.dumps({"arguments": arguments} | used), flush=True)

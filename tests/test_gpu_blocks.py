@@ -15,7 +15,8 @@ from dilated_attention_pytorch.blocks import call as block_call
 from dilated_attention_pytorch.blocks import ops as block_ops
 
 pytestmark = pytest.mark.gpu
-BACKENDS = ["triton"]
+BACKENDS = ["triton", "hopper"]
+HALF, SINGLE = (torch.bfloat16, torch.float16), torch.float32
 
 
 def inputs(b, n, m, heads, key_heads, d, dtype):
@@ -71,43 +72,50 @@ def check(backend, table, size, tensors, causal):
     oracle.assert_rounding_only(with_grads(call, tensors, dout, dlse), yardstick, exact, dtype)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [48, 64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "head_dim"),
+    [
+        *(("triton", dtype, d) for dtype, d in ((HALF[0], 48), (HALF[0], 64), (HALF[0], 128), (HALF[1], 64), (SINGLE, 64))),
+        *(("hopper", dtype, d) for dtype, d in ((HALF[0], 48), (HALF[0], 64), (HALF[0], 128), (HALF[1], 96))),
+    ],
+)
 def test_against_float64(dtype, head_dim, causal, backend):
     check(backend, random_table(4, 3, 3), 128, inputs(1, 300, 300, 4, 2, head_dim, dtype), causal)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("size", "n", "m", "head_dim"),
+    ("backend", "size", "n", "m", "head_dim"),
     [
-        (16, 100, 100, 64),
-        (32, 90, 200, 128),
-        (64, 200, 330, 16),
-        (128, 1, 300, 64),
-        (256, 700, 700, 64),
-        (256, 90, 600, 256),
+        ("triton", 16, 100, 100, 64),
+        ("triton", 32, 90, 200, 128),
+        ("triton", 64, 200, 330, 16),
+        ("triton", 128, 9, 300, 64),
+        ("triton", 256, 700, 700, 64),
+        ("triton", 256, 90, 600, 256),
+        ("hopper", 256, 700, 700, 64),
+        ("hopper", 256, 900, 900, 128),
     ],
 )
-def test_block_sizes(size, n, m, head_dim, causal, backend):
+def test_block_sizes(backend, size, n, m, head_dim, causal):
     blocks, first = -(-m // size), (m - n) // size
     table = torch.ones(blocks - first, blocks, dtype=torch.bool) if size >= 128 else random_table(blocks - first, blocks)
     check(backend, table, size, inputs(1, n, m, 2, 1, head_dim, torch.bfloat16), causal)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["local_window", "hierarchical", "adaptive"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_sequences_of_their_own(packed, kind, backend):
-    """Against the definition with the same lists, in float32."""
-    pattern = BlockSparse.from_config(SparsePatternConfig(kind, 0.3, block_size=32))
+@pytest.mark.parametrize(
+    ("backend", "dtype", "size", "error"), [("triton", SINGLE, 32, 1e-5), ("hopper", HALF[0], 128, 6e-3)]
+)
+def test_sequences_of_their_own(backend, dtype, size, error, packed, kind):
+    """Against the definition with the same lists; in half precision both round their results, by up to 2**-9 each."""
+    pattern = BlockSparse.from_config(SparsePatternConfig(kind, 0.3, block_size=size))
     options = {"lengths": torch.tensor([500, 0, 77], device="cuda")}
     if packed:
         options = {"cu_seqlens": torch.tensor([0, 130, 130, 131, 500], device="cuda")}
-    tensors = inputs(3, 500, 500, 4, 2, 64, torch.float32)
+    tensors = inputs(3, 500, 500, 4, 2, 64, dtype)
     dout, dlse = cotangents(tensors[0])
     actual, expected = (
         with_grads(
@@ -119,18 +127,20 @@ def test_sequences_of_their_own(packed, kind, backend):
         for b in (backend, "reference")
     )
     for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+        apart = torch.where(a == e, 0.0, (a - e).float())  # -inf is -inf
+        assert apart.norm() <= error * e.float().masked_fill(e.isinf(), 0.0).norm(), name
 
 
-def test_adaptive_waits_for_nothing():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adaptive_waits_for_nothing(backend):
     """Once its tables exist: forward, transposition and backward."""
-    pattern = BlockSparse.from_config(SparsePatternConfig("adaptive", 0.3, block_size=64))
+    pattern = BlockSparse.from_config(SparsePatternConfig("adaptive", 0.3, block_size=128))
     q, k, v = (x.detach() for x in inputs(2, 1000, 1000, 4, 2, 64, torch.bfloat16))
     arguments = block_call._arguments(q, k, pattern, None, None, True, 0.125)
 
     def call():
-        out, lse = block_ops.attend_blocks(q, k, v, *arguments, 0.125, "triton")
-        return block_ops.attend_blocks_backward(out, None, q, k, v, out, lse, *arguments, 0.125, "triton")
+        out, lse = block_ops.attend_blocks(q, k, v, *arguments, 0.125, backend)
+        return block_ops.attend_blocks_backward(out, None, q, k, v, out, lse, *arguments, 0.125, backend)
 
     first = call()
     torch.cuda.set_sync_debug_mode("error")
@@ -141,9 +151,9 @@ def test_adaptive_waits_for_nothing():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("backend", "head_dim", "causal"), [("triton", 64, True), ("hopper", 64, False), ("hopper", 128, True)]
+)
 def test_against_flex_attention(head_dim, causal, backend):
     """PyTorch's own kernels with the same BlockMask, compiled; both against float64."""
     n, size = 1024, 128
@@ -175,9 +185,10 @@ def test_against_flex_attention(head_dim, causal, backend):
     oracle.assert_rounding_only(with_grads(call, tensors, dout, none), yardstick, exact, torch.bfloat16)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "head_dim", "causal"),
+    [("triton", 64, True), ("triton", 128, False), *(("hopper", d, causal) for d in (64, 128) for causal in (False, True))],
+)
 def test_the_same_bits_in_100_runs(causal, head_dim, backend):
     """More blocks than multiprocessors; fresh memory holds NaN (conftest)."""
     pattern = BlockSparse.custom(torch.rand(6, 64, 64) < 0.2, block_size=128)
@@ -212,16 +223,17 @@ def test_more_than_2_to_the_31_elements(backend):
         assert torch.equal(a[:, -tail:], b)
 
 
-def test_in_a_cuda_graph():
-    pattern = BlockSparse.from_config(SparsePatternConfig("local_window", 0.3, block_size=64))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_a_cuda_graph(backend):
+    pattern = BlockSparse.from_config(SparsePatternConfig("local_window", 0.3, block_size=128))
     q, k, v = (x.detach() for x in inputs(1, 1000, 1000, 4, 2, 64, torch.bfloat16))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        expected = attention(q, k, v, pattern, backend="triton")
+        expected = attention(q, k, v, pattern, backend=backend)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            out = attention(q, k, v, pattern, backend="triton")
+            out = attention(q, k, v, pattern, backend=backend)
         block_ops._by_query.cache_clear()
         out.zero_()
         graph.replay()
@@ -230,6 +242,11 @@ def test_in_a_cuda_graph():
 
 
 def test_auto_takes_the_kernels():
-    for dtype, name in ((torch.bfloat16, "triton"), (torch.float32, "triton"), (torch.float64, "eager")):
+    for dtype, size, name in (
+        (torch.bfloat16, 128, "hopper"),
+        (torch.bfloat16, 64, "triton"),
+        (torch.float32, 128, "triton"),
+        (torch.float64, 128, "eager"),
+    ):
         x = torch.zeros(1, 64, 2, 64, device="cuda", dtype=dtype)
-        assert block_call._choose("auto", Request.of(x, 0.0)) == name
+        assert block_call._choose("auto", Request.of(x, 0.0), size, 64, 64) == name

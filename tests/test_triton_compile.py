@@ -100,7 +100,16 @@ def test_one_merge(kernel, head_dim):
 )
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_hopper_kernels(kernel, head_dim, final, group, parts):
-    used = compiled([f"hopper {kernel}", head_dim, final, group, parts])
+    check_hopper(kernel, compiled([f"hopper {kernel}", head_dim, final, group, parts]))
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+def test_hopper_kernels_over_block_lists(kernel):
+    for case in ([64, 128, True, 1], [128, 256, False, 2]):
+        check_hopper(kernel, compiled([f"hopper block {kernel}", *case]))
+
+
+def check_hopper(kernel, used):
     # Two places of 128 bytes for each descriptor: compilers like to merge them.
     assert used["scratch_bytes"] == {"forward": 6, "dq": 8, "dkv": 8}[kernel] * 128
     assert used["tensor_cores"]

@@ -26,12 +26,13 @@ _BACKENDS = {
 NAMES = ("auto", *_BACKENDS)
 
 # By (is_causal, backward): the fewest query-key pairs of a kernel call, on average, from which stock operators with one
-# merge (fused.py) are faster than the Hopper kernels. Infinity: not measured yet, so never.
+# merge (fused.py) are faster than the Hopper kernels. Infinity: never. Milliseconds, hopper / sdpa, one H200
+# (benchmarks/gpu.py, results/h200_sdpa.json), with 2**32.1 pairs (paper) and 2**31.4 (wide):
 _SDPA_FROM_PAIRS = {
-    (False, False): math.inf,
-    (False, True): math.inf,
-    (True, False): math.inf,
-    (True, True): math.inf,
+    (False, False): math.inf,  # paper 33.9 / 35.4, wide 22.0 / 25.1
+    (False, True): 2**31,  # paper 98.5 / 93.2, wide 71.2 / 69.3
+    (True, False): math.inf,  # paper 21.1 / 21.2, wide 13.6 / 16.4
+    (True, True): math.inf,  # paper 60.7 / 60.1, wide 43.5 / 45.2
 }
 
 
