@@ -141,7 +141,7 @@ def attention(
             ``distributed.Shards``, by which every rank knows the rows of all: ranks then compare their arguments only at
             the first call with them, and a rank that refuses its arguments later is waited for until the group's timeout.
         bucket_size: with ``group``, rows per message, per key head and sample; by default a sixteenth of the longest
-            shard, at least 512 (on a GPU 8,192). Two messages each way exist at a time. Not for ``BlockSparse``: there,
+            shard, at least 512 (on a GPU 16,384). Two messages each way exist at a time. Not for ``BlockSparse``: there,
             the rows that a rank reads of another are one message.
         transport: with ``group``, ``"ring"`` (one message under way while one is computed with), ``"allgather"`` (all
             messages at once, in memory for all of them), ``"ulysses"`` (heads instead of rows, for one dense segment) or

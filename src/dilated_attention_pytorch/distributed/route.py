@@ -193,10 +193,10 @@ def make_route(
 
 
 def default_bucket_size(shards: Shards, device: str = "cpu") -> int:
-    """A sixteenth of the longest shard, at least 512 rows, on a GPU 8,192: smaller tiles cost more than buffers save.
+    """A sixteenth of the longest shard, at least 512 rows, on a GPU 16,384: smaller tiles cost more than buffers save.
 
     >>> default_bucket_size(Shards.of([32768] * 8, "contiguous"))
     2048
     """
-    least = 8192 if device == "cuda" else 512
+    least = 16384 if device == "cuda" else 512
     return max(least, -(-max(map(shards.rows, range(shards.world_size))) // 16))
