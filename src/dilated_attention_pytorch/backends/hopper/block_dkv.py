@@ -8,12 +8,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from dilated_attention_pytorch.backends.hopper.block_pieces import find_block_item, find_list, listed_row
-from dilated_attention_pytorch.backends.hopper.dkv import _load_kv, _weights
+from dilated_attention_pytorch.backends.hopper.dkv import load_kv, dkv_of_head
 from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
     allocate_barriers,
@@ -23,9 +21,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     load_rows,
     row_descriptor,
     store_rows,
-    wait_held,
 )
-from dilated_attention_pytorch.backends.triton.primitives import LOG2_E
 
 
 @gluon.jit
@@ -41,7 +37,7 @@ def _load_unit(
 ):  # fmt: skip
     """Ask for an item's keys and values, if this is its first unit, then for listed rows of q and dout, with statistics."""
     if member == 0:
-        _load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D)
+        load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D)
     _, _, q_smem, dout_smem, lse_smem, delta_smem = smem
     _, _, q_full, dout_full, row_full, empty, _ = bars
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -130,13 +126,12 @@ def _compute_dkv(
 ):  # fmt: skip
     DK, DV = results
     M, G = sizes
-    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem = smem
-    rows_full, rows_empty, q_full, dout_full, row_full, empty, done = bars
+    k_smem, v_smem = smem[:2]
+    rows_full, rows_empty = bars[:2]
+    done = bars[6]
     EACH: gl.constexpr = BLOCK_SIZE // BLOCK_M
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    dtype: gl.constexpr = q_smem.dtype
     none = gl.full([64, BLOCK_M], 0.0, gl.float32, S)
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
@@ -160,57 +155,11 @@ def _compute_dkv(
             # Where the first block of listed rows would be, seen from the first and from the last entry.
             from_first = first_entry * BLOCK_SIZE
             from_last = (last_entry - (count - 1)) * BLOCK_SIZE
-            if OVERLAP:
-                p = gl.full([64, BLOCK_M], 0.0, dtype, P)
-                ds = gl.full([64, BLOCK_M], 0.0, dtype, P)
-                # The first block is added up with weights 0 and then once more with its own: it stays until then.
-                last = counter % STAGES
-            for block in range(_listed_blocks(count, BLOCK_M, BLOCK_SIZE)):
-                stage = counter % STAGES
-                phase = counter // STAGES & 1
-                mbarrier.wait(q_full.index(stage), phase)
-                s = warpgroup_mma(k, q_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-                mbarrier.wait(dout_full.index(stage), phase)
-                dp = warpgroup_mma(v, dout_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-                # Right for blocks of the first and of the last entry: others are not masked.
-                q_rows = gl.where(block < EACH, from_first, from_last) + block * BLOCK_M + m
-                masked = (block < clear) | (block >= whole)
-                if OVERLAP:
-                    last_p = p
-                    last_ds = ds
-                    dv = warpgroup_mma(last_p, dout_smem.index(last), dv, is_async=True)
-                    dk = warpgroup_mma(last_ds, q_smem.index(last), dk, is_async=True)
-                    s, k = wait_held(3, s, k, HELD >= 1)
-                    dp, v = wait_held(2, dp, v, HELD >= 2)
-                    mbarrier.wait(row_full.index(stage), phase)
-                    lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
-                    delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
-                    weights = _weights(s, lse2, scale_log2, q_rows, columns, masked, stop, CAUSAL)
-                    p = gl.convert_layout(weights.to(dtype), P)
-                    ds = gl.convert_layout((weights * (dp - delta[None, :])).to(dtype), P)
-                    # Products read their left sides from registers until they are done: named here, so that they last.
-                    dv, dk, last_p, last_ds = warpgroup_mma_wait(0, deps=(dv, dk, last_p, last_ds))
-                    mbarrier.arrive(empty.index(last), count=1, pred=block > 0)
-                    last = stage
-                else:
-                    mbarrier.wait(row_full.index(stage), phase)
-                    s, k = wait_held(1, s, k, HELD >= 1)
-                    lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
-                    weights = _weights(s, lse2, scale_log2, q_rows, columns, masked, stop, CAUSAL)
-                    p = gl.convert_layout(weights.to(dtype), P)
-                    dv = warpgroup_mma(p, dout_smem.index(stage), dv, is_async=True)
-                    dp, v = wait_held(1, dp, v, HELD >= 2)
-                    delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
-                    ds = gl.convert_layout((weights * (dp - delta[None, :])).to(dtype), P)
-                    dk = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
-                    dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
-                    mbarrier.arrive(empty.index(stage), count=1)
-                counter += 1
-            if OVERLAP:
-                dv = warpgroup_mma(p, dout_smem.index(last), dv, is_async=True)
-                dk = warpgroup_mma(ds, q_smem.index(last), dk, is_async=True)
-                dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
-                mbarrier.arrive(empty.index(last), count=1)
+            # Right for blocks of the first and of the last entry: others are not masked.
+            dk, dv, k, v, counter = dkv_of_head(
+                k, v, dk, dv, 0, _listed_blocks(count, BLOCK_M, BLOCK_SIZE), clear, whole, EACH, from_first, from_last, stop, CAUSAL, counter, scale_log2,
+                columns, m, none, smem[2:], bars[2:6], BLOCK_M, STAGES, HELD, OVERLAP, S, O,
+            )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
         mbarrier.arrive(rows_empty.index(half), count=1)

@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -18,7 +17,7 @@ from dilated_attention_pytorch.backends.hopper.block_pieces import (
     listed_row,
     seen_listed,
 )
-from dilated_attention_pytorch.backends.hopper.dq import _score_gradient
+from dilated_attention_pytorch.backends.hopper.dq import dq_of_item
 from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
     allocate_barriers,
@@ -27,7 +26,6 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     load_rows,
     row_descriptor,
     store_rows,
-    wait_held,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LOG2_E
 
@@ -106,11 +104,9 @@ def _compute_dq(
     LSE, DELTA = statistics
     N, H = sizes
     q_smem, dout_smem, k_smem, v_smem = smem
-    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, done = bars
+    rows_full, k_empty, done = bars[0], bars[3], bars[6]
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    dtype: gl.constexpr = q_smem.dtype
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
@@ -133,43 +129,10 @@ def _compute_dq(
         dout = hold(dout_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 2)
         dq = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
 
-        # The scores of a block are computed while dq of the block before is still being added up.
-        stage = counter % STAGES
-        phase = counter // STAGES & 1
-        mbarrier.wait(k_full.index(stage), phase)
-        s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(stage), phase)
-        dp = warpgroup_mma(dout, v_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-        if HELD == 2:  # not before products have read the registers: only then they are loaded for sure
-            mbarrier.arrive(rows_empty.index(half), count=1)
-        mbarrier.arrive(v_empty.index(stage), count=1)
-        ds = _score_gradient(s, dp, lse2, delta, scale_log2, 0, clear_blocks <= 0, columns, seen)
-        ds = gl.convert_layout(ds.to(dtype), P)
-        for block in range(1, blocks):
-            counter += 1
-            last = stage
-            stage = counter % STAGES
-            phase = counter // STAGES & 1
-            mbarrier.wait(k_full.index(stage), phase)
-            s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(stage), phase)
-            dp = warpgroup_mma(dout, v_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-            last_ds = ds
-            dq = warpgroup_mma(last_ds, k_smem.index(last), dq, is_async=True)
-            s, q = wait_held(2, s, q, HELD >= 1)
-            dp, dout = wait_held(1, dp, dout, HELD >= 2)
-            mbarrier.arrive(v_empty.index(stage), count=1)
-            n = block * BLOCK_N
-            ds = _score_gradient(s, dp, lse2, delta, scale_log2, n, block >= clear_blocks, columns, seen)
-            ds = gl.convert_layout(ds.to(dtype), P)
-            # The product reads its left side from registers until it is done: they are named here, so that they last.
-            dq, last_ds = warpgroup_mma_wait(0, deps=(dq, last_ds))
-            mbarrier.arrive(k_empty.index(last), count=1)
-        counter += 1
-        if HELD < 2:
-            mbarrier.arrive(rows_empty.index(half), count=1)
-        dq = warpgroup_mma(ds, k_smem.index(stage), dq, is_async=True)
+        dq, ds, stage, counter = dq_of_item(
+            half, q, dout, dq, lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
+            (k_smem, v_smem), bars[1:6], BLOCK_N, STAGES, HELD, O,
+        )  # fmt: skip
         # While the last product runs: the next item.
         next_item = gl.minimum(item + gl.num_programs(0), items - 1)
         following = find_block_item(tables[0], rows, next_item, BLOCK_SIZE)

@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -18,16 +17,14 @@ from dilated_attention_pytorch.backends.hopper.block_pieces import (
     listed_row,
     seen_listed,
 )
-from dilated_attention_pytorch.backends.hopper.forward import _softmax
+from dilated_attention_pytorch.backends.hopper.forward import attend_item
 from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
     allocate_barriers,
     allocate_rows,
-    hold,
     load_rows,
     row_descriptor,
     store_rows,
-    wait_held,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LN_2
 
@@ -106,12 +103,9 @@ def _compute(
 ):  # fmt: skip
     OUT, LSE = results
     N, H = sizes
-    q_smem, k_smem, v_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, done = bars
+    v_empty, done = bars[5], bars[6]
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    dtype: gl.constexpr = q_smem.dtype
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
@@ -127,44 +121,10 @@ def _compute(
         seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
         m2 = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
-        acc = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
-        mbarrier.wait(q_full.index(which), number & 1)
-        q = hold(q_smem.index(which), gl.DotOperandLayout(0, S, 2), HELD)
-
-        # The scores of a block are computed while the values of the block before are still being added up.
-        stage = counter % STAGES
-        phase = counter // STAGES & 1
-        mbarrier.wait(k_full.index(stage), phase)
-        s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        if HELD:  # not before a product has read the registers: only then they are loaded for sure
-            mbarrier.arrive(q_empty.index(which), count=1)
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        p, m2, total, alpha = _softmax(s, m2, total, scale_log2, 0, clear_blocks <= 0, columns, seen)
-        p = gl.convert_layout(p.to(dtype), P)
-        for block in range(1, blocks):
-            counter += 1
-            last, last_phase = stage, phase
-            stage = counter % STAGES
-            phase = counter // STAGES & 1
-            mbarrier.wait(k_full.index(stage), phase)
-            s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(last), last_phase)
-            last_p = p
-            acc = warpgroup_mma(last_p, v_smem.index(last), acc, is_async=True)
-            s, q = wait_held(1, s, q, HELD)
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            p, m2, total, alpha = _softmax(s, m2, total, scale_log2, block * BLOCK_N, block >= clear_blocks, columns, seen)
-            p = gl.convert_layout(p.to(dtype), P)
-            # The product reads its left side from registers until it is done: they are named here, so that they last.
-            acc, last_p = warpgroup_mma_wait(0, deps=(acc, last_p))
-            mbarrier.arrive(v_empty.index(last), count=1)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-        counter += 1
-        if not HELD:
-            mbarrier.arrive(q_empty.index(which), count=1)
-        mbarrier.wait(v_full.index(stage), phase)
-        acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+        acc, p, m2, total, stage, counter = attend_item(
+            which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
+            BLOCK_D, BLOCK_N, STAGES, HELD, S, O,
+        )  # fmt: skip
         # While the last product runs: the next item.
         next_item = gl.minimum(item + gl.num_programs(0), items - 1)
         following = find_block_item(tables[0], rows, next_item, BLOCK_SIZE)

@@ -44,7 +44,7 @@ from dilated_attention_pytorch.backends.triton.primitives import LAST, LOG2_E
 
 
 @gluon.jit
-def _load_kv(at, steps, first, k_rows, number, smem, bars, D: gl.constexpr, BLOCK_D: gl.constexpr):
+def load_kv(at, steps, first, k_rows, number, smem, bars, D: gl.constexpr, BLOCK_D: gl.constexpr):
     k_desc = row_descriptor(at[0], k_rows, steps[0], D, 64, BLOCK_D)
     v_desc = row_descriptor(at[1], k_rows, steps[1], D, 64, BLOCK_D)
     for half in gl.static_range(2):
@@ -61,7 +61,7 @@ def _load_unit(
 ):  # fmt: skip
     """Ask for an item's keys and values, if this is its first unit, then for rows of q and dout, and their statistics."""
     if member == 0:
-        _load_kv(kv_at, kv_steps, first, k_rows, number, smem, bars, D, BLOCK_D)
+        load_kv(kv_at, kv_steps, first, k_rows, number, smem, bars, D, BLOCK_D)
     _, _, q_smem, dout_smem, lse_smem, delta_smem = smem
     _, _, q_full, dout_full, row_full, empty, _, _, _ = bars
     q_desc = row_descriptor(q_at, q_rows, steps[0], D, BLOCK_M, BLOCK_D)
@@ -162,18 +162,86 @@ def _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal):
 
 
 @gluon.jit
+def dkv_of_head(
+    k, v, dk, dv, from_block, blocks, clear, whole, edge, near, far, q_rows, causal, counter, scale_log2, columns, m, none,
+    smem, bars,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, OVERLAP: gl.constexpr, S: gl.constexpr, O: gl.constexpr,
+):  # fmt: skip
+    """Add to dk and dv what blocks of query rows of one head give, for the keys of one group.
+
+    Blocks before ``clear`` and from ``whole`` on are masked. Row 0 of block ``b`` is ``b * BLOCK_M`` rows behind ``near``,
+    from block ``edge`` on behind ``far``; right at least for those that are masked. Returns dk, dv, k, v, and the blocks
+    so far.
+    """
+    q_smem, dout_smem, lse_smem, delta_smem = smem
+    q_full, dout_full, row_full, empty = bars
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    dtype: gl.constexpr = q_smem.dtype
+    if OVERLAP:
+        p = gl.full([64, BLOCK_M], 0.0, dtype, P)
+        ds = gl.full([64, BLOCK_M], 0.0, dtype, P)
+        # The first block is added up with weights 0 and then once more with its own: it stays until then.
+        last = counter % STAGES
+    for block in range(from_block, blocks):
+        stage = counter % STAGES
+        phase = counter // STAGES & 1
+        mbarrier.wait(q_full.index(stage), phase)
+        s = warpgroup_mma(k, q_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(dout_full.index(stage), phase)
+        dp = warpgroup_mma(v, dout_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        rows = gl.where(block < edge, near, far) + block * BLOCK_M + m
+        masked = (block < clear) | (block >= whole)
+        if OVERLAP:
+            last_p = p
+            last_ds = ds
+            dv = warpgroup_mma(last_p, dout_smem.index(last), dv, is_async=True)
+            dk = warpgroup_mma(last_ds, q_smem.index(last), dk, is_async=True)
+            s, k = wait_held(3, s, k, HELD >= 1)
+            dp, v = wait_held(2, dp, v, HELD >= 2)
+            mbarrier.wait(row_full.index(stage), phase)
+            lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
+            delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
+            weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal)
+            p = gl.convert_layout(weights.to(dtype), P)
+            ds = gl.convert_layout((weights * (dp - delta[None, :])).to(dtype), P)
+            # Products read their left sides from registers until they are done: named here, so that they last.
+            dv, dk, last_p, last_ds = warpgroup_mma_wait(0, deps=(dv, dk, last_p, last_ds))
+            mbarrier.arrive(empty.index(last), count=1, pred=block > from_block)
+            last = stage
+        else:
+            mbarrier.wait(row_full.index(stage), phase)
+            s, k = wait_held(1, s, k, HELD >= 1)
+            lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
+            weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal)
+            p = gl.convert_layout(weights.to(dtype), P)
+            dv = warpgroup_mma(p, dout_smem.index(stage), dv, is_async=True)
+            dp, v = wait_held(1, dp, v, HELD >= 2)
+            delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
+            ds = gl.convert_layout((weights * (dp - delta[None, :])).to(dtype), P)
+            dk = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
+            dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
+            mbarrier.arrive(empty.index(stage), count=1)
+        counter += 1
+    if OVERLAP:
+        dv = warpgroup_mma(p, dout_smem.index(last), dv, is_async=True)
+        dk = warpgroup_mma(ds, q_smem.index(last), dk, is_async=True)
+        dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
+        mbarrier.arrive(empty.index(last), count=1)
+    return dk, dv, k, v, counter
+
+
+@gluon.jit
 def _compute_dkv(
     half: gl.constexpr, results, items, group, G, scale_log2, scale, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
     HELD: gl.constexpr, OVERLAP: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     PART_DK, PART_DV, DK, DV = results
-    k_smem, v_smem, q_smem, dout_smem, lse_smem, delta_smem = smem
-    rows_full, rows_empty, q_full, dout_full, row_full, empty, done, facts_full, facts_empty = bars
+    k_smem, v_smem = smem[:2]
+    rows_full, rows_empty = bars[:2]
+    done, facts_full, facts_empty = bars[6:]
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    dtype: gl.constexpr = q_smem.dtype
     none = gl.full([64, BLOCK_M], 0.0, gl.float32, S)
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
@@ -196,56 +264,10 @@ def _compute_dkv(
         dk = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
         dv = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
         for _member in range(group):
-            if OVERLAP:
-                p = gl.full([64, BLOCK_M], 0.0, dtype, P)
-                ds = gl.full([64, BLOCK_M], 0.0, dtype, P)
-                # The first block is added up with weights 0 and then once more with its own: it stays until then.
-                last = counter % STAGES
-            for block in range(from_block, blocks):
-                stage = counter % STAGES
-                phase = counter // STAGES & 1
-                mbarrier.wait(q_full.index(stage), phase)
-                s = warpgroup_mma(k, q_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-                mbarrier.wait(dout_full.index(stage), phase)
-                dp = warpgroup_mma(v, dout_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-                rows = block * BLOCK_M + m
-                masked = (block < clear) | (block >= whole)
-                if OVERLAP:
-                    last_p = p
-                    last_ds = ds
-                    dv = warpgroup_mma(last_p, dout_smem.index(last), dv, is_async=True)
-                    dk = warpgroup_mma(last_ds, q_smem.index(last), dk, is_async=True)
-                    s, k = wait_held(3, s, k, HELD >= 1)
-                    dp, v = wait_held(2, dp, v, HELD >= 2)
-                    mbarrier.wait(row_full.index(stage), phase)
-                    lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
-                    delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
-                    weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal)
-                    p = gl.convert_layout(weights.to(dtype), P)
-                    ds = gl.convert_layout((weights * (dp - delta[None, :])).to(dtype), P)
-                    # Products read their left sides from registers until they are done: named here, so that they last.
-                    dv, dk, last_p, last_ds = warpgroup_mma_wait(0, deps=(dv, dk, last_p, last_ds))
-                    mbarrier.arrive(empty.index(last), count=1, pred=block > from_block)
-                    last = stage
-                else:
-                    mbarrier.wait(row_full.index(stage), phase)
-                    s, k = wait_held(1, s, k, HELD >= 1)
-                    lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
-                    weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal)
-                    p = gl.convert_layout(weights.to(dtype), P)
-                    dv = warpgroup_mma(p, dout_smem.index(stage), dv, is_async=True)
-                    dp, v = wait_held(1, dp, v, HELD >= 2)
-                    delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
-                    ds = gl.convert_layout((weights * (dp - delta[None, :])).to(dtype), P)
-                    dk = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
-                    dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
-                    mbarrier.arrive(empty.index(stage), count=1)
-                counter += 1
-            if OVERLAP:
-                dv = warpgroup_mma(p, dout_smem.index(last), dv, is_async=True)
-                dk = warpgroup_mma(ds, q_smem.index(last), dk, is_async=True)
-                dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
-                mbarrier.arrive(empty.index(last), count=1)
+            dk, dv, k, v, counter = dkv_of_head(
+                k, v, dk, dv, from_block, blocks, clear, whole, 0, 0, 0, q_rows, causal, counter, scale_log2,
+                columns, m, none, smem[2:], bars[2:6], BLOCK_M, STAGES, HELD, OVERLAP, S, O,
+            )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
         mbarrier.arrive(rows_empty.index(half), count=1)
