@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dilated_attention_pytorch.backends.hopper.block_pieces import find_block_item, find_list, listed_row
-from dilated_attention_pytorch.backends.hopper.dkv import load_kv, dkv_of_head
+from dilated_attention_pytorch.backends.hopper.dkv import dkv_of_head, load_kv
 from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
     allocate_barriers,
