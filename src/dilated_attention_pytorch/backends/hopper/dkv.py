@@ -45,6 +45,7 @@ from dilated_attention_pytorch.backends.triton.primitives import LAST, LOG2_E
 
 @gluon.jit
 def load_kv(at, steps, first, k_rows, number, smem, bars, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Ask for the keys and values of both groups of an item."""
     k_desc = row_descriptor(at[0], k_rows, steps[0], D, 64, BLOCK_D)
     v_desc = row_descriptor(at[1], k_rows, steps[1], D, 64, BLOCK_D)
     for half in gl.static_range(2):
