@@ -15,6 +15,7 @@ from dilated_attention_pytorch.backends.hopper.block_pieces import (
     find_list,
     listed_keys,
     listed_row,
+    load_listed_keys,
     seen_listed,
 )
 from dilated_attention_pytorch.backends.hopper.dq import dq_of_item
@@ -36,7 +37,7 @@ def _load_dq_item(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     q_smem, dout_smem, k_smem, v_smem = smem
-    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, _ = bars
+    rows_full, rows_empty = bars[:2]
     q_desc = row_descriptor(at[0], length, steps[0], D, 64, BLOCK_D)
     k_desc = row_descriptor(at[1], length, steps[1], D, BLOCK_N, BLOCK_D)
     v_desc = row_descriptor(at[2], length, steps[2], D, BLOCK_N, BLOCK_D)
@@ -46,16 +47,9 @@ def _load_dq_item(
         mbarrier.wait(rows_empty.index(half), number & 1 ^ 1)
         load_rows(q_desc, first + half * 64, rows_full, q_smem, half)
         load_rows(dout_desc, first + half * 64, rows_full, dout_smem, half)
-    for block in range(blocks):
-        stage = counter % STAGES
-        phase = counter // STAGES & 1
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        load_rows(k_desc, k_row, k_full, k_smem, stage)
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        load_rows(v_desc, k_row, v_full, v_smem, stage)
-        k_row = listed_row(LIST, (block + 1) * BLOCK_N, count, BLOCK_SIZE)
-        counter += 1
-    return counter
+    return load_listed_keys(
+        k_desc, v_desc, LIST, count, k_row, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES, BLOCK_SIZE
+    )
 
 
 @gluon.jit

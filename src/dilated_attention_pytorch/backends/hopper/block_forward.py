@@ -15,6 +15,7 @@ from dilated_attention_pytorch.backends.hopper.block_pieces import (
     find_list,
     listed_keys,
     listed_row,
+    load_listed_keys,
     seen_listed,
 )
 from dilated_attention_pytorch.backends.hopper.forward import attend_item
@@ -39,7 +40,7 @@ def _load_item(
 ):  # fmt: skip
     """Ask for the query rows of both groups, then for listed keys and values, block by block as room comes free."""
     q_smem, k_smem, v_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
+    q_full, q_empty = bars[:2]
     q_desc = row_descriptor(at[0], length, steps[0], D, 64, BLOCK_D)
     k_desc = row_descriptor(at[1], length, steps[1], D, BLOCK_N, BLOCK_D)
     v_desc = row_descriptor(at[2], length, steps[2], D, BLOCK_N, BLOCK_D)
@@ -47,16 +48,9 @@ def _load_item(
     for i in gl.static_range(2):
         mbarrier.wait(q_empty.index(i), number & 1 ^ 1)
         load_rows(q_desc, first + i * 64, q_full, q_smem, i)
-    for block in range(blocks):
-        stage = counter % STAGES
-        phase = counter // STAGES & 1
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        load_rows(k_desc, k_row, k_full, k_smem, stage)
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        load_rows(v_desc, k_row, v_full, v_smem, stage)
-        k_row = listed_row(LIST, (block + 1) * BLOCK_N, count, BLOCK_SIZE)
-        counter += 1
-    return counter
+    return load_listed_keys(
+        k_desc, v_desc, LIST, count, k_row, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES, BLOCK_SIZE
+    )
 
 
 @gluon.jit

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dilated_attention_pytorch.backends.hopper.pieces import ROWS
+from dilated_attention_pytorch.backends.hopper.pieces import ROWS, load_rows
 
 COLUMNS = gl.constexpr(8)  # of a table of blocks, see block_tables.COLUMNS
 
@@ -47,6 +48,26 @@ def listed_row(LIST, place, count, BLOCK_SIZE: gl.constexpr):
     """The row of the sequence of a listed row; behind the list, where nothing is asked for, row 0 of a block."""
     entry = place // BLOCK_SIZE
     return gl.load(LIST + entry, mask=entry < count, other=0) * BLOCK_SIZE + place % BLOCK_SIZE
+
+
+@gluon.jit
+def load_listed_keys(
+    k_desc, v_desc, LIST, count, k_row, blocks, counter, smem, bars,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """pieces.load_keys for listed keys, of which ``k_row`` is the first row. The next one is looked up ahead of its turn."""
+    k_smem, v_smem = smem
+    k_full, k_empty, v_full, v_empty = bars
+    for block in range(blocks):
+        stage = counter % STAGES
+        phase = counter // STAGES & 1
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        load_rows(k_desc, k_row, k_full, k_smem, stage)
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        load_rows(v_desc, k_row, v_full, v_smem, stage)
+        k_row = listed_row(LIST, (block + 1) * BLOCK_N, count, BLOCK_SIZE)
+        counter += 1
+    return counter
 
 
 @gluon.jit

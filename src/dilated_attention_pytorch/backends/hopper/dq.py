@@ -37,6 +37,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     known,
     leave,
     leave_parts,
+    load_keys,
     load_part,
     load_rows,
     look_up_parts,
@@ -55,7 +56,7 @@ def _load_dq_item(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem = smem
-    rows_full, rows_empty, k_full, k_empty, v_full, v_empty, _, _ = bars
+    rows_full, rows_empty = bars[:2]
     q_desc = row_descriptor(at[0], q_rows, steps[0], D, 64, BLOCK_D)
     k_desc = row_descriptor(at[1], k_rows, steps[1], D, BLOCK_N, BLOCK_D)
     v_desc = row_descriptor(at[2], k_rows, steps[2], D, BLOCK_N, BLOCK_D)
@@ -75,15 +76,7 @@ def _load_dq_item(
             rows_full.index(half),
             64,
         )
-    for block in range(blocks):
-        stage = counter % STAGES
-        phase = counter // STAGES & 1
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        load_rows(k_desc, block * BLOCK_N, k_full, k_smem, stage)
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        load_rows(v_desc, block * BLOCK_N, v_full, v_smem, stage)
-        counter += 1
-    return counter
+    return load_keys(k_desc, v_desc, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES)
 
 
 @gluon.jit

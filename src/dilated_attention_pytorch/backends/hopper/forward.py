@@ -32,6 +32,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     known,
     leave,
     leave_parts,
+    load_keys,
     load_part,
     load_rows,
     look_up_parts,
@@ -51,22 +52,14 @@ def _load_item(
 ):  # fmt: skip
     """Ask for the query rows of both groups, then for keys and values, block by block as room comes free."""
     q_smem, k_smem, v_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _, _ = bars
+    q_full, q_empty = bars[:2]
     q_desc = row_descriptor(q_at, q_rows, steps[0], D, 64, BLOCK_D)
     k_desc = row_descriptor(k_at, k_rows, steps[1], D, BLOCK_N, BLOCK_D)
     v_desc = row_descriptor(v_at, k_rows, steps[2], D, BLOCK_N, BLOCK_D)
     for i in gl.static_range(2):
         mbarrier.wait(q_empty.index(i), number & 1 ^ 1)
         load_rows(q_desc, first + i * 64, q_full, q_smem, i)
-    for block in range(blocks):
-        stage = counter % STAGES
-        phase = counter // STAGES & 1
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        load_rows(k_desc, block * BLOCK_N, k_full, k_smem, stage)
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        load_rows(v_desc, block * BLOCK_N, v_full, v_smem, stage)
-        counter += 1
-    return counter
+    return load_keys(k_desc, v_desc, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES)
 
 
 @gluon.jit

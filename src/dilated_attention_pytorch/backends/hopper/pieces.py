@@ -119,6 +119,22 @@ def copy_statistics(statistics, first, rows, stride, lse_smem, delta_smem, full,
 
 
 @gluon.jit
+def load_keys(k_desc, v_desc, blocks, counter, smem, bars, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Ask for keys and values, block by block as room comes free. Returns the blocks so far."""
+    k_smem, v_smem = smem
+    k_full, k_empty, v_full, v_empty = bars
+    for block in range(blocks):
+        stage = counter % STAGES
+        phase = counter // STAGES & 1
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        load_rows(k_desc, block * BLOCK_N, k_full, k_smem, stage)
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        load_rows(v_desc, block * BLOCK_N, v_full, v_smem, stage)
+        counter += 1
+    return counter
+
+
+@gluon.jit
 def hold(smem, layout: gl.constexpr, IN_REGISTERS: gl.constexpr):
     """The left side of a product: read from shared memory once, or by each product."""
     if IN_REGISTERS:
