@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python3 benchmarks/blocks_gpu.py [--only 'random 0.1 D=64,window D=64'] [--backends auto] [--out FILE]
 
-``x flex`` is FlexAttention's time with the same block mask, compiled, over ours; ``x rate`` our rate on the blocks computed
+``x flex`` is FlexAttention's time with the same block mask, compiled, over ours: all blocks declared full, or (``masked_flex``)
+none, so that it evaluates the mask inside; ``x rate`` our rate on the blocks computed
 over that of dense cuDNN attention; ``x dense`` the time of dense attention of the same length over ours. Errors are
 differences from the path of stock operators (``sdpa``) on the same tensors, relative, by norms. All in the same run.
 """
@@ -66,7 +67,7 @@ SETTINGS |= {f"random 128k D={d}": Setting(2**17, 16, d, 0.1, dense=True) for d 
 
 
 @cache
-def compiled_flex(heads: int, head_dim: int) -> Callable:
+def compiled_flex(heads: int, head_dim: int, masked: bool) -> Callable:
     """One compilation for all masks of a shape."""
     return torch.compile(flex_attention.flex_attention, dynamic=False)
 
@@ -78,7 +79,26 @@ def flex_call(s: Setting) -> Runs:
     indices = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)[None, None]
     empty = (torch.zeros_like(counts), torch.zeros_like(indices))
     block_mask = flex_attention.BlockMask.from_kv_blocks(*empty, counts, indices, BLOCK_SIZE=BLOCK)
-    run = compiled_flex(s.heads, s.head_dim)
+    run = compiled_flex(s.heads, s.head_dim, False)
+    return lambda *x: run(*(y.transpose(1, 2) for y in x), block_mask=block_mask).transpose(1, 2)
+
+
+@cache
+def held_mask(blocks: int) -> tuple[torch.Tensor, Callable]:
+    """A mask whose content changes and the function that reads it: one compilation for all masks."""
+    held = torch.zeros(blocks, blocks, dtype=torch.bool, device=gpu.GPU)
+    return held, lambda b, h, i, j: held[i // BLOCK, j // BLOCK]
+
+
+def masked_flex_call(s: Setting) -> Runs:
+    """FlexAttention over the same blocks, none of them known to be full: it evaluates the mask inside."""
+    mask = s.mask()
+    held, function = held_mask(len(mask))
+    held.copy_(mask)
+    counts = mask.sum(-1, dtype=torch.int32)[None, None]
+    indices = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)[None, None]
+    block_mask = flex_attention.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=BLOCK, mask_mod=function)
+    run = compiled_flex(s.heads, s.head_dim, True)
     return lambda *x: run(*(y.transpose(1, 2) for y in x), block_mask=block_mask).transpose(1, 2)
 
 
@@ -108,6 +128,7 @@ def measure(name: str, s: Setting, backends: list[str]) -> list[dict]:
     others: dict[str, tuple[float, float]] = {}
     if s.flex:
         others["flex"] = gpu.forward_and_backward(flex_call(s), inputs)
+        others["masked_flex"] = gpu.forward_and_backward(masked_flex_call(s), inputs)
     if s.dense:
         others["dense"] = gpu.forward_and_backward(dense_call, inputs)
     dense_rates = gpu.dense_rates(gpu.Setting(gpu.FLAT, s.n, s.heads, s.head_dim, 2048))
@@ -136,7 +157,12 @@ def measure(name: str, s: Setting, backends: list[str]) -> list[dict]:
 
 
 def print_row(row: dict) -> None:
-    ways = [(way, x) for x in ("flex", "rate", "dense") for way in ("forward", "backward") if f"{way}_x_{x}" in row]
+    ways = [
+        (way, x)
+        for x in ("flex", "masked_flex", "rate", "dense")
+        for way in ("forward", "backward")
+        if f"{way}_x_{x}" in row
+    ]
     compared = [f"{way} x {x} {row[f'{way}_x_{x}']:.3f}" for way, x in ways]
     print(
         f"{row['setting']:18s} {row['backend']:8s} forward {row['forward_ms']:8.3f} ms {row['forward_tflops']:4.0f} "
