@@ -2,10 +2,10 @@
 
     PYTHONPATH=src python3 benchmarks/blocks_gpu.py [--only 'random 0.1 D=64,window D=64'] [--backends auto] [--out FILE]
 
-``x flex`` is FlexAttention's time with the same block mask, compiled, over ours: all blocks declared full, or (``masked_flex``)
-none, so that it evaluates the mask inside; ``x rate`` our rate on the blocks computed
-over that of dense cuDNN attention; ``x dense`` the time of dense attention of the same length over ours. Errors are
-differences from the path of stock operators (``sdpa``) on the same tensors, relative, by norms. All in the same run.
+``x flex`` is FlexAttention's time with the same block mask, compiled, over ours: all blocks declared full, or (``x
+masked_flex``) none, so that it evaluates the mask inside. ``x rate`` is our rate on the blocks computed over that of dense
+cuDNN attention; ``x dense`` the time of dense attention of the same length over ours. Errors are differences from the path
+of stock operators (``sdpa``) on the same tensors, relative, by norms. All in the same run.
 """
 
 from __future__ import annotations
