@@ -133,12 +133,12 @@ def test_sequences_of_their_own(backend, dtype, size, error, packed, kind):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_adaptive_waits_for_nothing(backend):
-    """Once its tables exist: forward, transposition and backward."""
+    """Once its tables exist: the choice, forward, transposition and backward."""
     pattern = BlockSparse.from_config(SparsePatternConfig("adaptive", 0.3, block_size=128))
     q, k, v = (x.detach() for x in inputs(2, 1000, 1000, 4, 2, 64, torch.bfloat16))
-    arguments = block_call._arguments(q, k, pattern, None, None, True, 0.125)
 
     def call():
+        arguments = block_call._arguments(q, k, pattern, None, None, True, 0.125)
         out, lse = block_ops.attend_blocks(q, k, v, *arguments, 0.125, backend)
         return block_ops.attend_blocks_backward(out, None, q, k, v, out, lse, *arguments, 0.125, backend)
 

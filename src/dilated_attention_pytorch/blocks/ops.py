@@ -29,6 +29,11 @@ def _static_lists(spec: str, first: int, blocks: int, is_causal: bool, device: t
     return SparsePatternConfig.from_spec(spec).lists(first, blocks, is_causal).to(device)
 
 
+@lru_cache(maxsize=32)
+def _rows(spec: str, first: int, blocks: int, is_causal: bool, device: torch.device) -> rules.Rows:
+    return SparsePatternConfig.from_spec(spec).rows(first, blocks, is_causal).to(device)
+
+
 def _spans(query: Tensor, key: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[Span]:
     (batch, n), m = query.shape[:2], key.shape[1]
     return list(spans(batch, n, m, host_lengths(lengths, m), host_cu_seqlens(cu_seqlens, m)))
@@ -184,11 +189,12 @@ def _choose_blocks(
     Documents have their query blocks one after the other.
     """
     chosen = torch.zeros(_chosen_shape(query, key, cu_seqlens, spec, block_size), dtype=torch.int32, device=query.device)
-    config, row = SparsePatternConfig.from_spec(spec), 0
+    row = 0
     for span in _spans(query, key, lengths, cu_seqlens):
         first, blocks = _blocks(span, block_size)
         q, k = query[span.samples, span.queries], key[span.samples, span.keys]
-        some = rules.adaptive(q, k, config.rows(first, blocks, is_causal), block_size, scale, chosen.shape[-1])
+        rows = _rows(spec, first, blocks, is_causal, query.device)
+        some = rules.adaptive(q, k, rows, first, block_size, scale, chosen.shape[-1])
         chosen[span.samples, :, row : row + blocks - first] = some
         row += blocks if cu_seqlens is not None else 0
     return chosen

@@ -41,6 +41,10 @@ class Rows:
     def __getitem__(self, some: slice) -> Rows:
         return Rows(self.i[some], self.visible[some], self.budget[some], self.blocks)
 
+    def to(self, device: torch.device) -> Rows:
+        """The same on a device."""
+        return Rows(self.i.to(device), self.visible.to(device), self.budget.to(device), self.blocks)
+
     @property
     def right(self) -> Tensor:
         """How many visible blocks lie behind."""
@@ -238,15 +242,17 @@ def _lists(rule: Callable[[Rows], list[Piece]], ratio: Fraction, blocks: int) ->
 _MAX_SCORES = 2**24
 
 
-def adaptive(query: Tensor, key: Tensor, rows: Rows, block_size: int, scale: float, width: int) -> Tensor:
+def adaptive(query: Tensor, key: Tensor, rows: Rows, first: int, block_size: int, scale: float, width: int) -> Tensor:
     """The chosen blocks of every sample and head, (B, H, Q, width), ascending, the first c of each list valid.
+
+    ``rows`` are on the device of the query, from query block ``first`` on: nothing is copied, so nothing is waited for.
 
     The score of two blocks is ``scale`` times the product of the means of their queries and keys; the block itself comes
     first, then the highest scores, the earlier block of two with the same. Queries are the last positions.
     """
     with torch.no_grad():
         dtype = accumulate_dtype(query.dtype)
-        first, n, length = int(rows.i[0]), query.shape[1], key.shape[1]
+        n, length = query.shape[1], key.shape[1]
         q = _means(query, length - n - first * block_size, block_size, dtype)
         return best_blocks(q, _means(key, 0, block_size, dtype), rows, scale, width)
 
@@ -255,7 +261,7 @@ def best_blocks(q: Tensor, k: Tensor, rows: Rows, scale: float, width: int) -> T
     """The choice of ``adaptive`` from the means of queries (B, H, Q, D) and of keys (B, G, n, D)."""
     (batch, heads, _, _), dtype, device = q.shape, q.dtype, q.device
     k = k.repeat_interleave(heads // k.shape[1], 1)
-    i, visible, budget = (x.to(device) for x in (rows.i, rows.visible, rows.budget))
+    i, visible, budget = rows.i, rows.visible, rows.budget
     j = torch.arange(rows.blocks, device=device)
     chosen = torch.full((batch, heads, len(i), width), rows.blocks, dtype=torch.int32, device=device)
     most = min(width, rows.blocks)
@@ -277,13 +283,26 @@ def _means(x: Tensor, skipped: int, block_size: int, dtype: torch.dtype) -> Tens
     batch, rows, heads, d = x.shape
     blocks = math.ceil((skipped + rows) / block_size)
     sums = torch.zeros((batch, blocks, heads, d), dtype=dtype, device=x.device)
-    number = add_to_blocks_(sums, x, skipped, block_size)
-    sizes = torch.zeros(blocks, dtype=dtype, device=x.device).index_add_(0, number, torch.ones_like(number, dtype=dtype))
+    add_to_blocks_(sums, x, skipped, block_size)
+    block = torch.arange(blocks, device=x.device)
+    ends = ((block + 1) * block_size).clamp(max=skipped + rows)
+    sizes = (ends - (block * block_size).clamp(min=skipped)).to(dtype)
     return (sums / sizes[:, None, None]).transpose(1, 2)
 
 
-def add_to_blocks_(sums: Tensor, x: Tensor, first: int, block_size: int) -> Tensor:
-    """Add rows, the first of which is position ``first``, to sums (B, blocks, heads, D) by block; returns their blocks."""
-    number = (torch.arange(x.shape[1], device=x.device) + first) // block_size
-    sums.index_add_(1, number, x.to(sums.dtype))
-    return number
+def add_to_blocks_(sums: Tensor, x: Tensor, first: int, block_size: int) -> None:
+    """Add rows, the first of which is position ``first``, to sums (B, blocks, heads, D) by block, in an order of their own.
+
+    Whole blocks at once, and the rows before and after them: index_add_ would add in any order on a GPU.
+    """
+    rows, block = x.shape[1], first // block_size
+    head = min(rows, -first % block_size)
+    whole = (rows - head) // block_size
+    if head:
+        sums[:, block] += x[:, :head].sum(1, dtype=sums.dtype)
+        block += 1
+    if whole:
+        inside = x[:, head : head + whole * block_size].reshape(x.shape[0], whole, block_size, *x.shape[2:])
+        sums[:, block : block + whole] += inside.sum(2, dtype=sums.dtype)
+    if head + whole * block_size < rows:
+        sums[:, block + whole] += x[:, head + whole * block_size :].sum(1, dtype=sums.dtype)

@@ -61,7 +61,7 @@ def adaptive_places(
                 continue
             mine = slice(chunk.start // size, -(-chunk.stop // size))
             budget = rows[mine].budget.long()
-            best = best_blocks(q_mean[:, :, mine], k_mean, rows[mine], scale, int(budget.max())).cpu()
+            best = best_blocks(q_mean[:, :, mine], k_mean, rows[mine].to(query.device), scale, int(budget.max())).cpu()
             starts = torch.arange(best[..., 0].numel()).view(best.shape[:3]) * best.shape[3]
             chosen.append(BlockLists(budget.expand(starts.shape), starts, best.flatten(), size, blocks, mine.start))
         for samples, queries, keys in shared(span, shape, (batch, heads)):
