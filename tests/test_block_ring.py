@@ -215,7 +215,7 @@ def check_mistakes(group, rank: int) -> None:
     refused("come in one message, so there is no bucket_size: got 7", whole, bucket_size=7)
     refused("heads are exchanged .* for one dense segment only", whole, transport="ulysses")
     refused("block-sparse attention has no dropout", whole, dropout_p=0.1)
-    refused("'sdpa' or 'eager', got backend='triton'", whole, backend="triton")
+    refused("blocks of sharded sequences go through 'sdpa' or 'eager'", whole, backend="triton")
     refused("excludes cu_seqlens", whole, cu_seqlens=torch.tensor([0, 30, 60]))
     told = "has no dropout" if rank == 2 else "rank 2 refused its arguments: block-sparse attention has no dropout"
     refused(told, whole, dropout_p=0.1 if rank == 2 else 0.0)

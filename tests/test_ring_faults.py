@@ -77,7 +77,8 @@ def check_mistakes(rank: int) -> None:
         error=TypeError if rank == 2 else ValueError,
     )
     refused("has no torchscale_padding", pattern=Dilated([4], [1], torchscale_padding=True))
-    refused("'sdpa' or 'eager', got backend='triton'", backend="triton")
+    refused("backend 'hopper' cannot serve this call", backend="hopper")
+    refused("backend 'reference' needs whole sequences", backend="reference")
     refused("sdpa' cannot serve this call:\n.*dropout", backend="sdpa", dropout_p=0.5)
     # Whole sequences instead of shards.
     look = "these look like whole sequences, not shards"

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import tiles
+from dilated_attention_pytorch.distributed import local
 from dilated_attention_pytorch.distributed.executor import Part
+from dilated_attention_pytorch.distributed.local import LocalProblem
 from dilated_attention_pytorch.distributed.route import Message, Place, Route
 from dilated_attention_pytorch.distributed.schedule import Transfer
 from dilated_attention_pytorch.dropout import Dropout
@@ -28,6 +30,7 @@ class DilatedWork:
     """A route, executed; see ``executor.Work``."""
 
     route: Route
+    fused: tuple[LocalProblem, str] | None = None  # own keys through the fused kernels of this backend
     dropout: Dropout | None = None
     positions: Tensor | None = None  # (B, N), of the whole sequence: what causality goes by under an order
 
@@ -52,6 +55,10 @@ class DilatedWork:
 
     def local(self, key: Tensor, value: Tensor) -> Iterator[Part]:
         """The tiles of own queries and keys."""
+        if self.fused is not None:
+            whole = slice(None), slice(None)
+            yield Part(whole, (key, value), *(partial(x, *self.fused) for x in (local.attend_, local.add_gradients_)))
+            return
         rank = self.route.rank
         for place in self.route.places:
             for a, b, plan in place.schedule.local(rank):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import dilated_attention_pytorch
+from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends import eager, sdpa
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.blocks.call import check_no_causal_order, prepare_blocks
@@ -22,6 +23,7 @@ from dilated_attention_pytorch.distributed.block_ring import block_work, check_b
 from dilated_attention_pytorch.distributed.cost import TRANSPORTS, Costs, choose_transport
 from dilated_attention_pytorch.distributed.dilated import DilatedWork
 from dilated_attention_pytorch.distributed.executor import Job, RingAttention
+from dilated_attention_pytorch.distributed.local import LocalProblem
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
 from dilated_attention_pytorch.distributed.shards import Shards, check_layout
 from dilated_attention_pytorch.distributed.transport import Wire, resolve_group
@@ -66,14 +68,30 @@ def _check(
 
 
 def _kernel(backend: str, request: Request) -> TileKernel:
-    if backend not in ("auto", "sdpa", "eager"):
-        raise ValueError(
-            f"the tiles of a sharded sequence go through 'sdpa' or 'eager', got backend={backend!r}; use 'auto'"
-        )
+    """What computes tiles with keys of other ranks."""
+    backends.check_name(backend)
+    if backend == "reference":
+        raise ValueError("backend 'reference' needs whole sequences: leave out group, or use 'auto'")
     reasons = sdpa.why_not(request)
     if backend == "sdpa" and reasons:
         raise ValueError("backend 'sdpa' cannot serve this call:\n" + "\n".join(f"  {reason}" for reason in reasons))
     return eager.kernel(request) if backend == "eager" or reasons else sdpa.kernel(request)
+
+
+def _fused(backend: str, request: Request, pattern: Dilated | BlockSparse, shards: Shards, detached: bool) -> str | None:
+    """The backend whose fused kernels compute tiles with own keys: only if asked for; a ValueError if it cannot."""
+    if backend not in ("hopper", "triton"):
+        return None
+    reasons = backends.why_not(backend, request)
+    if isinstance(pattern, BlockSparse):
+        reasons.append("blocks of sharded sequences go through 'sdpa' or 'eager'")
+    if any(len(chunks) > 1 for chunks in shards.chunks):
+        reasons.append("fused kernels take contiguous shards, got the zigzag layout")
+    if detached or request.dropout_p > 0.0 or request.ordered:
+        reasons.append("detached mixing, dropout and causal orders of sharded sequences go through 'sdpa' or 'eager'")
+    if reasons:
+        raise ValueError(f"backend {backend!r} cannot serve this call:\n" + "\n".join(f"  {x}" for x in reasons))
+    return backend
 
 
 def _check_sharded(rows: list[int], lengths: tuple[int, ...] | None, cu_seqlens: tuple[int, ...] | None) -> None:
@@ -186,7 +204,8 @@ def ring_attention(
             if isinstance(pattern, BlockSparse):
                 check_no_causal_order(order, is_causal)
         by_position = is_causal and order is not None and not isinstance(order, Identity)
-        kernel = _kernel(backend, Request.of(query, dropout_p, by_position))
+        request = Request.of(query, dropout_p, by_position)
+        kernel = _kernel(backend, request)
         wire = Wire(group, query.device)
     except (ValueError, TypeError, NotImplementedError) as mistake:
         # Ranks that know all lengths may not be listening.
@@ -242,6 +261,8 @@ def ring_attention(
         kernel=kernel,
         comm_dtype=accumulate_dtype(query.dtype) if comm_dtype is None else comm_dtype,
     )
+    detached = mixing_gradient == "detached" and len(getattr(pattern, "branches", ())) > 1
+    fused = _fused(backend, request, pattern, shards, detached)
     if isinstance(pattern, BlockSparse):
         pattern.check_call(batch, shards.length, shards.length, heads, is_causal=is_causal, packed=cu_seqlens is not None)
         blocks, ahead = block_work(query, key, pattern, shards, wire, used_scale, transport, **call)
@@ -263,12 +284,14 @@ def ring_attention(
             cu_seqlens=cu_seqlens, backend=backend, order=order, ordered=order is not None,
         )  # fmt: skip
     route = partial(make_route, pattern, shards, rank, batch, key_heads, bucket_size=rows_per_message, **call)
-    detached = mixing_gradient == "detached" and len(pattern.branches) > 1
     dropout = Dropout(dropout_p, used_seed) if dropout_p > 0.0 else None
     positions = order.positions.expand(batch, -1) if by_position and order is not None else None
     branches = range(len(pattern.branches)) if detached else ()
-    work = DilatedWork(route(), dropout, positions)
-    alone = tuple(DilatedWork(route(branch=branch), dropout, positions) for branch in branches)
+    own = None
+    if fused is not None:
+        own = LocalProblem(pattern, shards=shards, rank=rank, batch=batch, heads=heads, key_heads=key_heads, **call), fused
+    work = DilatedWork(route(), own, dropout, positions)
+    alone = tuple(DilatedWork(route(branch=branch), None, dropout, positions) for branch in branches)
     ahead = None if transport == "allgather" else 1
     out, lse = RingAttention.apply(query, key, value, job(work, alone, ahead=ahead))  # type: ignore[no-untyped-call]
     return out, lse

@@ -108,14 +108,21 @@ def scaled_query(query: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, scale: float, config: Config | None = None
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    out: Tensor | None = None,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))``."""
+    """``(out (B, N, H, D), lse (B, H, N))``; ``out`` is written if it is given, see the portable ``forward``."""
     query, scale = scaled_query(query, scale)
     query, key, value = map(aligned, (query, key, value))
     chosen = config or configs(query.shape[-1]).forward
     todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
-    tensors = (query, key, value, *run.forward_buffers(problem, query, todo))
+    tensors = (query, key, value, *run.forward_buffers(problem, query, todo, out))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
 
     def attend(one: Launch) -> None:
@@ -144,12 +151,13 @@ def dq(
     delta: Tensor,
     *,
     scale: float,
+    result: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """The gradient of the queries given ``delta``."""
+    """The gradient of the queries given ``delta``, written to ``result`` if that is given."""
     chosen = config or configs(query.shape[-1]).dq
     todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
-    tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo))
+    tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo, result))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
 
     def attend(one: Launch) -> None:
@@ -178,12 +186,13 @@ def dkv(
     delta: Tensor,
     *,
     scale: float,
+    results: tuple[Tensor, Tensor] | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of keys and values given ``delta``."""
+    """The gradients of keys and values given ``delta``, written to ``results`` if these are given."""
     chosen = config or configs(query.shape[-1]).dkv
     todo = work(problem, block=ITEM_ROWS, by_keys=True, device=query.device)
-    tensors = (query, key, value, dout, lse, delta, *run.dkv_buffers(key, value, todo))
+    tensors = (query, key, value, dout, lse, delta, *run.dkv_buffers(key, value, todo, results))
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
 
     def attend(one: Launch) -> None:
@@ -203,10 +212,20 @@ def dkv(
 
 
 def _gradients(
-    problem: Problem, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, delta: Tensor, *, scale: float
+    problem: Problem,
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    scale: float,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tensors = *map(aligned, (dout, query, key, value)), lse, delta
-    return dq(problem, *tensors, scale=scale), *dkv(problem, *tensors, scale=scale)
+    by_query, by_key = (None, None) if grads is None else (grads[0], grads[1:])
+    return dq(problem, *tensors, scale=scale, result=by_query), *dkv(problem, *tensors, scale=scale, results=by_key)
 
 
 def backward(
@@ -221,9 +240,10 @@ def backward(
     *,
     scale: float,
     detach_mixing: bool,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``."""
     return run.backward(
         problem, dout, dlse, query, key, value, out, lse, scale=scale, detach_mixing=detach_mixing, forward=forward,
-        gradients=_gradients,
+        gradients=_gradients, grads=grads,
     )  # fmt: skip

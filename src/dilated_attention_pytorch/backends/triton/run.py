@@ -107,20 +107,27 @@ def launch_forward(
     launch(forward_kernel, programs, (*tensors, table, todo.layout, todo.offsets, *optional), numbers, constants)
 
 
-def forward_buffers(problem: Problem, query: Tensor, todo: Work) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward_buffers(
+    problem: Problem, query: Tensor, todo: Work, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Parts of out and lse (base 2), out and lse: what a forward writes."""
     lse = torch.empty((problem.batch, problem.heads, problem.queries), dtype=torch.float32, device=query.device)
     if not todo.covered:
         lse.fill_(-torch.inf)
     parts, parts_lse2 = part_buffer(query, todo, 0.0, query.shape[-1]), part_buffer(query, todo, -torch.inf, None)
-    return parts, parts_lse2, result_buffer(query, todo), lse
+    return parts, parts_lse2, result_buffer(query, todo) if out is None else out, lse
 
 
-def forward(problem: Problem, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))``; options: scale, dropout_p, seed, positions (B, N)."""
+def forward(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, out: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """``(out (B, N, H, D), lse (B, H, N))``; options: scale, dropout_p, seed, positions (B, N).
+
+    ``out`` is written if it is given, contiguous and of any type; rows that no tile has stay what they are.
+    """
     config = _configs(query).forward
     todo = work(problem, block=config.block_m, by_keys=False, device=query.device)
-    *parts, out, lse = forward_buffers(problem, query, todo)
+    *parts, out, lse = forward_buffers(problem, query, todo, out)
 
     def call(*which: Any, **mode: Any) -> None:
         launch_forward(problem, todo, (query, key, value, *parts, out, lse), *which, **options, **mode)
@@ -168,15 +175,18 @@ def launch_dkv(problem: Problem, todo: Work, tensors: tuple[Tensor, ...], *which
     _launch_backward(dkv_kernel, problem, todo, tensors, (problem.queries, problem.keys), *which, **options)
 
 
-def dq_buffers(query: Tensor, todo: Work) -> tuple[Tensor, Tensor]:
-    """Parts of dq, and dq."""
-    return part_buffer(query, todo, 0.0, query.shape[-1]), result_buffer(query, todo)
+def dq_buffers(query: Tensor, todo: Work, dq: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Parts of dq, and dq, which may be given."""
+    return part_buffer(query, todo, 0.0, query.shape[-1]), result_buffer(query, todo) if dq is None else dq
 
 
-def dkv_buffers(key: Tensor, value: Tensor, todo: Work) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Parts of dk and of dv, dk and dv."""
+def dkv_buffers(
+    key: Tensor, value: Tensor, todo: Work, dkv: tuple[Tensor, ...] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Parts of dk and of dv, dk and dv, which may be given."""
     parts = part_buffer(key, todo, 0.0, key.shape[-1]), part_buffer(value, todo, 0.0, value.shape[-1])
-    return *parts, result_buffer(key, todo), result_buffer(value, todo)
+    dk, dv = (result_buffer(key, todo), result_buffer(value, todo)) if dkv is None else dkv
+    return *parts, dk, dv
 
 
 def portable_gradients(
@@ -187,21 +197,23 @@ def portable_gradients(
     value: Tensor,
     lse: Tensor,
     delta: Tensor,
+    *,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` given ``delta``."""
+    """``(dq, dk, dv)`` given ``delta``, written to ``grads`` if they are given."""
     chosen = _configs(query)
     inputs = query, key, value, dout, lse, delta
 
     def by_query() -> Tensor:
         todo = work(problem, block=chosen.dq.block_m, by_keys=False, device=query.device)
-        tensors = (*inputs, *dq_buffers(query, todo))
+        tensors = (*inputs, *dq_buffers(query, todo, grads and grads[0]))
         each_launch(todo, chosen.dq, lambda *which, **mode: launch_dq(problem, todo, tensors, *which, **options, **mode))
         return tensors[-1]
 
     def by_key() -> tuple[Tensor, ...]:
         todo = work(problem, block=chosen.dkv.block_n, by_keys=True, device=query.device)
-        tensors = (*inputs, *dkv_buffers(key, value, todo))
+        tensors = (*inputs, *dkv_buffers(key, value, todo, grads and grads[1:]))
         each_launch(todo, chosen.dkv, lambda *which, **mode: launch_dkv(problem, todo, tensors, *which, **options, **mode))
         return tensors[-2:]
 
@@ -223,11 +235,16 @@ def backward(
     detach_mixing: bool = False,
     forward: Callable[..., tuple[Tensor, Tensor]] = forward,
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = portable_gradients,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` from the merged ``out`` and ``lse``, by the kernels of ``forward`` and ``gradients``."""
+    """``(dq, dk, dv)`` from the merged ``out`` and ``lse``, by the kernels of ``forward`` and ``gradients``.
+
+    They are written to ``grads`` if these are given, which is not for detached mixing.
+    """
     if not detach_mixing or len(problem.pattern.branches) == 1:
-        return gradients(problem, dout, query, key, value, lse, row_delta(dout, out, dlse), **options)
+        return gradients(problem, dout, query, key, value, lse, row_delta(dout, out, dlse), grads=grads, **options)
+    assert grads is None, "sums of branches are made here"
     # With constant mixing weights, delta comes from the branch's own output, which is computed again.
     sums: list[Tensor] = []
     for branch in range(len(problem.pattern.branches)):

@@ -146,7 +146,7 @@ def _tree(problem: Problem, groups: list[list[_Placed]], root: int, square: bool
 
     Rates 12, 4, 2 before a root of rate 1: 12 is the child of 4, 4 is that of 2, and 2 is that of the root.
     """
-    length = max((len(plan.keys) for _, plan in problem.plans()), default=0)
+    length = max((plan.keys.stop for _, plan in problem.plans()), default=0)
     children: list[list[int]] = [[] for _ in range(root + 1)]
     for child in range(root):
         # A part of a result may lack rows: then every group is added up at the end.
@@ -202,7 +202,7 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) 
         for group in order:
             w, r = problem.pattern.branches[groups[group][0].family.branch]
             # A rate above the segment's length reads one row of it, like any such rate; kernels count in 32 bits.
-            w = min(w, len(plan.keys))
+            w = min(w, plan.keys.stop)
             layout.append((part_rows, *_group_layout(plan.keys if by_keys else plan.queries, w, min(r, w))))
             part_rows += samples * result_heads * layout[-1][1] * layout[-1][2]
 
@@ -222,7 +222,7 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) 
         columns = (
             first_program, span.samples.start, f.tiles, f.tile_step, len(f.key_heads), f.key_heads.start,
             f.key_heads.step, f.head_row_step, q_start, f.q_rows, k_start, f.k_rows,
-            min(f.row_stride, len(plan.keys)), int(f.causal),
+            min(f.row_stride, plan.keys.stop), int(f.causal),
             f.zero_keys, f.branch, placed.sequence, start - tensor_row, *part,
             order.index(tree[group][0]) if tree[group] else 0, len(tree[group]),
         )  # fmt: skip
@@ -243,7 +243,7 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) 
 
     launches = [launch([g for g in range(root) if level[g] == some], True) for some in range(level[root])]
     launches.append(launch([root], attends))
-    longest = max((len(plan.keys) for _, plan in plans), default=0)
+    longest = max((plan.keys.stop for _, plan in plans), default=0)
     offsets = [
         [
             min(problem.pattern.offset(g, problem.key_heads, groups[group][0].family.row_stride), longest)
