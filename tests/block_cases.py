@@ -6,7 +6,7 @@ import torch
 
 import block_oracle
 import oracle
-from dilated_attention_pytorch import SparsePatternConfig
+from dilated_attention_pytorch import BlockSparse, Order, SparsePatternConfig
 
 SIZE = 16
 KINDS = ["local_window", "global_local", "dilated_sparse", "hierarchical"]
@@ -44,3 +44,28 @@ def with_grads(call, inputs, dout, dlse):
 def assert_same(actual, expected, tolerance=1e-10):
     for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def random_order(n, batch=0):
+    return Order.from_permutation(torch.stack([torch.randperm(n) for _ in range(batch)]) if batch else torch.randperm(n))
+
+
+def pattern_of(kind, n, heads):
+    """A pattern and its table, None if that depends on the content."""
+    blocks = -(-n // SIZE)
+    if kind in ("mask", "masks"):
+        table = torch.rand((heads, blocks, blocks) if kind == "masks" else (blocks, blocks)) < 0.4
+        return BlockSparse.custom(table, block_size=SIZE), table
+    return BlockSparse.from_config(config(kind)), None if kind == "adaptive" else table_of(kind, "0.4", 0, blocks, False)
+
+
+def ordered_attention(q, k, v, table, order, causal, scale=None):
+    """Rows put in order by indexing, the lists of the call that is not causal, and back."""
+    batch, positions = torch.arange(q.shape[0])[:, None], order.positions.expand(q.shape[0], -1)
+    q, k, v = (x[batch, positions] for x in (q, k, v))
+    if table is None:
+        used = q.shape[-1] ** -0.5 if scale is None else scale
+        table = block_oracle.adaptive(q.detach(), k.detach(), "0.4", SIZE, used, False)
+    out, lse = block_oracle.attention(q, k, v, table, SIZE, causal=causal, scale=scale, positions=positions)
+    back = batch, positions.argsort(-1)
+    return out[back], lse.transpose(1, 2)[back].transpose(1, 2)

@@ -68,18 +68,23 @@ def adaptive(q: Tensor, k: Tensor, ratio: str, size: int, scale: float, causal: 
     return table
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, size: int, *, causal=False, scale=None):
-    """``(out, lse)``, differentiable; ``table`` broadcasts to (B, H, query blocks, key blocks)."""
+def attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, size: int, *, causal=False, scale=None, positions=None):
+    """``(out, lse)``, differentiable; ``table`` broadcasts to (B, H, query blocks, key blocks).
+
+    With ``positions`` (B, N), the rows lie in another order, and causal is by these.
+    """
     (batch, n, heads, d), (m, key_heads) = q.shape, k.shape[1:3]
     first, scale = (m - n) // size, d**-0.5 if scale is None else scale
     table = table.expand(batch, heads, *table.shape[-2:])
     rows, lses = [], []
     for b in range(batch):
+        time = range(m) if positions is None else positions[b].tolist()
         for h in range(heads):
-            g = h // (heads // key_heads)
+            g, blocks = h // (heads // key_heads), table[b, h].tolist()
             for a in range(n):
                 i = a + m - n
-                seen = [j for j in range(m) if table[b, h, i // size - first, j // size] and (not causal or j <= i)]
+                named = [j for j in range(m) if blocks[i // size - first][j // size]]
+                seen = [j for j in named if not causal or time[j] <= time[i]]
                 if not seen:
                     rows.append(q[b, a, h] * 0.0)
                     lses.append(torch.tensor(-math.inf, dtype=q.dtype))

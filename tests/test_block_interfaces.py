@@ -10,14 +10,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
-import block_oracle
-from block_cases import SIZE, assert_same, config, random_inputs, table_of, with_grads
+from block_cases import SIZE, config, random_inputs
 from dilated_attention_pytorch import (
     BlockSparse,
     BlockSparseRingDilatedAttention,
-    Hilbert,
-    Identity,
-    Order,
     SparsePatternConfig,
     attention,
 )
@@ -92,15 +88,15 @@ def test_opcheck(kind):
     q, k, v = random_inputs(2, 50, 50, 4, 2, 8)
     lengths = torch.tensor([50, 21])
     arguments = block_call._arguments(q, k, pattern, lengths, None, True, 0.3)
-    torch.library.opcheck(block_ops.attend_blocks, (q, k, v, *arguments, 0.3, "sdpa"))
+    torch.library.opcheck(block_ops.attend_blocks, (q, k, v, None, *arguments, 0.3, "sdpa"))
     if kind == "adaptive":
         chosen = (q.detach(), k.detach(), lengths, None, pattern.spec, SIZE, True, 0.3)
         torch.library.opcheck(block_ops.choose_blocks, chosen)
-    out, lse = block_ops.attend_blocks(q, k, v, *arguments, 0.3, "sdpa")
+    out, lse = block_ops.attend_blocks(q, k, v, None, *arguments, 0.3, "sdpa")
     saved = [x.detach() for x in (q, k, v, out, lse)]
     for dlse in (None, torch.randn_like(lse)):
         torch.library.opcheck(
-            block_ops.attend_blocks_backward, (torch.randn_like(out), dlse, *saved, *arguments, 0.3, "sdpa")
+            block_ops.attend_blocks_backward, (torch.randn_like(out), dlse, *saved, None, *arguments, 0.3, "sdpa")
         )
 
 
@@ -167,36 +163,3 @@ def test_module_options():
         BlockSparseRingDilatedAttention([64], [1], config("dilated_sparse"))
     with pytest.raises(TypeError, match="must be a SparsePatternConfig, got dict"):
         BlockSparseRingDilatedAttention([64], [1], {"sparsity_ratio": 0.1})
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["hierarchical", "adaptive"])
-def test_order(kind, backend):
-    """Permute, attend, undo: the oracle by rows that indexing has put in order."""
-    n, inputs = 70, random_inputs(2, 70, 70, 4, 2, 8)
-    pattern = BlockSparse.from_config(config(kind))
-    dout, dlse = torch.randn(2, n, 4, 8, dtype=torch.float64), torch.randn(2, 4, n, dtype=torch.float64)
-    for order in (Hilbert.grid(7, 10), Order.from_permutation(torch.stack([torch.randperm(n) for _ in range(2)]))):
-        rows = torch.arange(2)[:, None], order.positions.expand(2, -1)
-        back = rows[0], order.positions.expand(2, -1).argsort(-1)
-
-        def oracle(*x, rows=rows, back=back):
-            q, k, v = (t[rows] for t in x)
-            blocks = -(-n // SIZE)
-            table = table_of(kind, "0.4", 0, blocks, False) if kind != "adaptive" else None
-            if table is None:
-                table = block_oracle.adaptive(q.detach(), k.detach(), "0.4", SIZE, 8**-0.5, False)
-            out, lse = block_oracle.attention(q, k, v, table, SIZE)
-            return out[back], lse.transpose(1, 2)[back].transpose(1, 2)
-
-        expected = with_grads(oracle, inputs, dout, dlse)
-        call = lambda *x, o=order: attention(*x, pattern, order=o, backend=backend, return_lse=True)  # noqa: E731
-        assert_same(with_grads(call, inputs, dout, dlse), expected)
-        ordered = attention(*map(order.permute, inputs), pattern, order=order, ordered=True, backend=backend)
-        torch.testing.assert_close(order.unpermute(ordered).detach(), expected[0])
-        with pytest.raises(ValueError, match="which block-sparse attention cannot; leave out is_causal or the order"):
-            attention(*inputs, pattern, order=order, is_causal=True)
-    causal = attention(*inputs, pattern, order=Identity(n), is_causal=True)
-    assert torch.equal(causal, attention(*inputs, pattern, is_causal=True))
-    with pytest.raises(ValueError, match="the order is over 64 positions, got a sequence of 70"):
-        attention(*inputs, pattern, order=Hilbert.line(64))

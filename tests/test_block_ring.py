@@ -21,7 +21,6 @@ from dilated_attention_pytorch import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingDistributedDilatedAttention,
     DistributedSparseConfig,
-    Hilbert,
     MultiheadDilatedAttention,
     attention,
 )
@@ -164,12 +163,6 @@ def check_modules(group, rank: int, world: int) -> None:
         )
         whole = gather_sequence(many(shard_sequence(q, group, layout="zigzag"), is_causal=True), group, layout="zigzag")
         torch.testing.assert_close(whole, one(q, is_causal=True), rtol=1e-10, atol=1e-10)
-    order, pattern = Hilbert.line(n), BlockSparse.from_config(config("hierarchical"))
-    part = shard_sequence(q, group, order=order)
-    whole = gather_sequence(attention(part, part, part, pattern, group=group, order=order), group, order=order)
-    torch.testing.assert_close(whole, attention(q, q, q, pattern, order=order), rtol=1e-10, atol=1e-10)
-    with pytest.raises(ValueError, match="is_causal under an order masks pairs by their original positions"):
-        attention(part, part, part, pattern, group=group, order=order, is_causal=True)
     # A step of training in DDP, which averages gradients over the ranks, is that of one device.
     settings = tiers("hierarchical")
     shards = Shards.even(n, world, "zigzag")

@@ -139,8 +139,8 @@ def test_adaptive_waits_for_nothing(backend):
 
     def call():
         arguments = block_call._arguments(q, k, pattern, None, None, True, 0.125)
-        out, lse = block_ops.attend_blocks(q, k, v, *arguments, 0.125, backend)
-        return block_ops.attend_blocks_backward(out, None, q, k, v, out, lse, *arguments, 0.125, backend)
+        out, lse = block_ops.attend_blocks(q, k, v, None, *arguments, 0.125, backend)
+        return block_ops.attend_blocks_backward(out, None, q, k, v, out, lse, None, *arguments, 0.125, backend)
 
     first = call()
     torch.cuda.set_sync_debug_mode("error")

@@ -277,7 +277,7 @@ def test_explain():
             ValueError,
             "the order is on meta and query on cpu; use order.to('cpu')",
         ),
-        ({"backend": "sdpa", "is_causal": True}, ValueError, "which this backend cannot; use backend='triton' on a GPU or"),
+        ({"backend": "sdpa", "is_causal": True}, ValueError, "which this backend cannot; use backend='eager', or for"),
     ],
 )
 def test_bad_arguments(arguments, error, message):

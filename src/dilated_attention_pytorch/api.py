@@ -116,8 +116,7 @@ def attention(
         query: (B, N, H, D); row ``a`` is position ``a + M - N``, so with ``N < M`` the queries are the last positions.
         key, value: (B, M, G, D) with ``H % G == 0``; query head ``h`` reads key head ``h // (H // G)``.
         pattern: which positions meet, for example ``Dilated([2048, 4096], [1, 2])``; or a ``BlockSparse``, which has
-            neither dropout nor mixing gradients, is not causal under an ``order``, and runs on ``"sdpa"`` and ``"eager"``
-            with ``group``.
+            neither dropout nor mixing gradients, and runs on ``"sdpa"`` and ``"eager"`` with ``group``.
         is_causal: a position sees itself and earlier ones only.
         scale: of the scores; ``D ** -0.5`` by default.
         dropout_p: probability of dropping a weight. Whether ``(sample, head, i, j, branch)`` is kept depends on ``seed``
@@ -152,8 +151,8 @@ def attention(
         order: an order of the positions, for example ``Hilbert.grid(height, width)``: the pattern sees the ordered
             sequence, ``is_causal`` means the original positions, and rows come in and go out in the original order. The
             result is that of ``order.permute`` on the inputs, the pattern, and ``order.unpermute`` on the results; dropout
-            counts places of the ordered sequence. Not with ``lengths`` or ``cu_seqlens``, only with ``N == M``, and with a
-            ``BlockSparse`` only if not causal.
+            counts places of the ordered sequence. If causal, ``"triton"`` (not for a ``BlockSparse``), ``"eager"`` and
+            ``"reference"`` serve it. Not with ``lengths`` or ``cu_seqlens``, and only with ``N == M``.
         ordered: the rows of query, key and value already lie in ``order``, and those of the results do: a model orders its
             embeddings once, by ``order.permute`` or ``distributed.shard_sequence(order=...)``, and no layer moves a row.
             With ``group`` it is always so (None means True, False is refused): tensors are the rank's slice of the ordered

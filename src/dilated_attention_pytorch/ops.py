@@ -38,7 +38,7 @@ def rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _row_positions(positions: Tensor | None, query: Tensor) -> Tensor | None:
+def row_positions(positions: Tensor | None, query: Tensor) -> Tensor | None:
     """(B, N) as kernels read it: one row of positions for each sample, in 32 bits."""
     return None if positions is None else positions.to(torch.int32).expand(query.shape[:2]).contiguous()
 
@@ -63,7 +63,7 @@ def _attend(
     With ``positions`` (N,) or (B, N), each row sees only rows whose positions are not larger than its own.
     """
     query, key, value = map(rows_contiguous, (query, key, value))
-    positions = _row_positions(positions, query)
+    positions = row_positions(positions, query)
     problem = Problem.of(query, key, pattern, is_causal, lengths, cu_seqlens)
     backend = backends.fastest(problem, query, backward=False) if backend == "auto" else backend
     if backend == "triton":
@@ -113,7 +113,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``: each tile's ordinary backward is its exact share."""
     query, key, value, dout = map(rows_contiguous, (query, key, value, dout))
-    positions = _row_positions(positions, query)
+    positions = row_positions(positions, query)
     problem = Problem.of(query, key, pattern, is_causal, lengths, cu_seqlens)
     backend = backends.fastest(problem, query, backward=True) if backend == "auto" else backend
     tensors = (dout, dlse, query, key, value, out, lse)

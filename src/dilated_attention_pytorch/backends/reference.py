@@ -42,7 +42,7 @@ def _scores_bhnm(query: Tensor, key: Tensor, scale: float) -> Tensor:
     return torch.einsum("bnhd,bmhd->bhnm", query, key.repeat_interleave(group, dim=2)) * scale
 
 
-def _allowed(i: Tensor, j: Tensor, is_causal: bool, positions: Tensor | None) -> Tensor:
+def allowed_pairs(i: Tensor, j: Tensor, is_causal: bool, positions: Tensor | None) -> Tensor:
     """Which pairs causality allows, (N, M) or (B, 1, N, M): by ``positions`` if the sequence is in another order."""
     if not is_causal:
         return torch.ones((), dtype=torch.bool, device=j.device)
@@ -100,7 +100,7 @@ def weights(
         s = _scores_bhnm(query, key, scale)
     count = torch.zeros((heads, len(rows), length), dtype=s.dtype, device=s.device)
     zeros = torch.zeros((heads, len(rows), 1), dtype=s.dtype, device=s.device)
-    allowed = _allowed(i, j, is_causal, positions)
+    allowed = allowed_pairs(i, j, is_causal, positions)
     for branch in range(len(pattern.branches)):
         count = count + _meets(pattern, branch, i, j, heads, key_heads, allowed)
         if pattern.torchscale_padding and not is_causal:
@@ -141,7 +141,7 @@ def attend(
     if detach_mixing or dropout_p > 0.0:
         # p / multiplicity: the weight of a pair in each branch in which it meets
         i, j = rows[:, None], torch.arange(m, device=query.device)[None, :]
-        allowed = _allowed(i, j, is_causal, positions)
+        allowed = allowed_pairs(i, j, is_causal, positions)
         meets = [_meets(pattern, b, i, j, heads, key_heads, allowed) for b in range(len(pattern.branches))]
         share = p / torch.stack(meets).sum(0).clamp(min=1)
         p = torch.zeros_like(p)

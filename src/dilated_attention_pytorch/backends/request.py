@@ -30,6 +30,6 @@ DROPOUT_REASON = (
     "dropout is not supported (dropout_p = {p}); use backend='triton' on a GPU, backend='eager' elsewhere, or dropout_p=0"
 )
 ORDER_REASON = (
-    "is_causal under an order masks pairs by their original positions, which this backend cannot; use backend='triton' on "
-    "a GPU or backend='eager'"
+    "is_causal under an order masks pairs by their original positions, which this backend cannot; use backend='eager', or "
+    "for a Dilated pattern on a GPU backend='triton'"
 )

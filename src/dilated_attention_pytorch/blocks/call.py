@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends import hopper, reference
-from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.backends.request import ORDER_REASON, Request
 from dilated_attention_pytorch.blocks import ops as block_ops
 from dilated_attention_pytorch.blocks.lists import BlockLists
 from dilated_attention_pytorch.blocks.pattern import BlockSparse
@@ -24,6 +24,7 @@ from dilated_attention_pytorch.checks import (
 )
 from dilated_attention_pytorch.merge import accumulate_dtype
 from dilated_attention_pytorch.orders import Identity, Order
+from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.spans import Span
 
 
@@ -40,13 +41,16 @@ def _check_served(dropout_p: float, seed: Any, mixing_gradient: str) -> None:
         )
 
 
-def check_no_causal_order(order: Order | None, is_causal: bool) -> None:
-    """Raise for what would need a mask by positions."""
-    if is_causal and order is not None and not isinstance(order, Identity):
+def causal_by_position(pattern: Dilated | BlockSparse, order: Order | None, is_causal: bool) -> bool:
+    """Whether causality goes by original position; raise if the pattern has a causality of its own."""
+    if not is_causal or order is None or isinstance(order, Identity):
+        return False
+    if isinstance(pattern, BlockSparse) and pattern.only_causal:
         raise ValueError(
-            "is_causal under an order masks pairs by their original positions, which block-sparse attention cannot; "
-            "leave out is_causal or the order, or use a Dilated pattern"
+            "this BlockMask is causal by places of the ordered sequence, is_causal under an order goes by original "
+            "positions; leave out the order, or make the BlockMask without the causal part"
         )
+    return True
 
 
 def prepare_blocks(
@@ -73,12 +77,16 @@ def prepare_blocks(
 
 def _choose(backend: str, request: Request, block_size: int, n: int, m: int) -> str:
     # Reasons are put into words only where they are raised: compilers cannot format lengths that they do not know.
-    if backend == "hopper" and (more := hopper.why_not_blocks(block_size, n, m)):
-        raise ValueError("no backend can serve this call:\n" + "\n".join(f"  hopper: {reason}" for reason in more))
-    if backend != "auto" or (block_size in hopper.BLOCK_SIZES and n == m):
+    more = hopper.why_not_blocks(block_size, n, m) if backend == "hopper" else []
+    if backend == "triton" and request.ordered:  # its kernels for dilated patterns can
+        more = [ORDER_REASON]
+    if more:
+        raise ValueError("no backend can serve this call:\n" + "\n".join(f"  {backend}: {reason}" for reason in more))
+    if backend != "auto" or (block_size in hopper.BLOCK_SIZES and n == m and not request.ordered):
         return backends.choose(backend, request)
-    # Without the first, in the order of all calls.
-    served = (name for name in backends.candidates(backend, request) if name != "hopper")
+    # Without those that have such reasons, in the order of all calls.
+    others = ("hopper", "triton") if request.ordered else ("hopper",)
+    served = (name for name in backends.candidates(backend, request) if name not in others)
     return next(name for name in served if not backends.why_not(name, request))
 
 
@@ -129,29 +137,41 @@ def block_attention(
     in_order = rows_in_order(order, ordered, sharded=False)
     if order is not None:
         check_order(order, query, key, lengths, cu_seqlens)
-        check_no_causal_order(order, is_causal)
-        if not in_order:
-            query, key, value = order.permute(query), order.permute(key), order.permute(value)
-    chosen = _choose(backend, Request.of(query, 0.0), pattern.block_size, n, m)
+    by_position = causal_by_position(pattern, order, is_causal)
+    chosen = _choose(backend, Request.of(query, 0.0, by_position), pattern.block_size, n, m)
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)
-    arguments = _arguments(query, key, pattern, lengths, cu_seqlens, is_causal, used_scale)
+    if order is not None and not in_order:
+        query, key, value = order.permute(query), order.permute(key), order.permute(value)
+    positions = order.positions if order is not None and by_position else None
+    # Rows of any place may have earlier positions: the lists are then those of the call that is not causal.
+    arguments = _arguments(query, key, pattern, lengths, cu_seqlens, is_causal and not by_position, used_scale)
     if chosen == "reference":
-        out, lse = _reference(query, key, value, block_ops.block_lists(query, key, *arguments), is_causal, used_scale)
+        lists = block_ops.block_lists(query, key, *arguments)
+        out, lse = _reference(query, key, value, lists, is_causal, used_scale, positions)
     else:
-        out, lse = block_ops.attend_blocks(query, key, value, *arguments, used_scale, chosen)
+        out, lse = block_ops.attend_blocks(query, key, value, positions, *arguments, used_scale, chosen)
     return (out, lse) if order is None or in_order else (order.unpermute(out), order.unpermute(lse, dim=2))
 
 
-def _met(lists: BlockLists, i: Tensor, length: int, is_causal: bool) -> Tensor:
-    """Boolean (S, L, rows, length): which of the positions ``i`` meet which positions of a sequence."""
+def _met(lists: BlockLists, i: Tensor, length: int, is_causal: bool, positions: Tensor | None = None) -> Tensor:
+    """Boolean (S, L, rows, length): which of the positions ``i`` meet which positions of a sequence.
+
+    In another order, ``positions`` are what causality goes by, and ``i`` all places: see ``reference.weights``.
+    """
     size, j = lists.block_size, torch.arange(length, device=i.device)
     met = lists.mask()[:, :, i // size - lists.first][..., j // size]
-    return met & (j <= i[:, None]) if is_causal else met
+    return met & reference.allowed_pairs(i[:, None], j, is_causal, positions)
 
 
 def _reference(
-    query: Tensor, key: Tensor, value: Tensor, lists: list[tuple[Span, BlockLists]], is_causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lists: list[tuple[Span, BlockLists]],
+    is_causal: bool,
+    scale: float,
+    positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     (batch, n, heads, _), device = query.shape, query.device
     # Selected, so that the result belongs to the graph even if every sequence is empty.
@@ -160,7 +180,7 @@ def _reference(
     lse = torch.full((batch, heads, n), -torch.inf, dtype=accumulate_dtype(query.dtype), device=device)
     for span, some in lists:
         i = torch.arange(span.positions.start, span.positions.stop, device=device)
-        met = _met(some, i, span.length, is_causal)
+        met = _met(some, i, span.length, is_causal, positions)
         rows, columns = (span.samples, span.queries), (span.samples, span.keys)
         part, part_lse = reference.attend_blocks(query[rows], key[columns], value[columns], met, scale)
         out[rows] = part

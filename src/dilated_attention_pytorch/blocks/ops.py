@@ -227,6 +227,7 @@ def _attend_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    positions: Tensor | None,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     indices: Tensor | None,
@@ -238,9 +239,13 @@ def _attend_blocks(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))`` of a block-sparse pattern."""
+    """``(out (B, N, H, D), lse (B, H, N))`` of a block-sparse pattern.
+
+    With ``positions`` (N,) or (B, N), each row sees only rows whose positions are not larger than its own.
+    """
     arguments = (lengths, cu_seqlens, indices, starts, counts, spec, block_size, is_causal)
     if backend in ("hopper", "triton"):
+        assert positions is None, "refused before"
         query, key, value = map(ops.rows_contiguous, (query, key, value))
         by_query, _ = block_tables(query, key, *arguments)
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
@@ -249,8 +254,8 @@ def _attend_blocks(
             )
         return result
     lists = block_lists(query, key, *arguments)
-    kernel = ops.tile_kernel(backend, query)
-    return block_tiles.forward(lists, query, key, value, is_causal=is_causal, scale=scale, kernel=kernel)
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "kernel": ops.tile_kernel(backend, query)}
+    return block_tiles.forward(lists, query, key, value, positions=ops.row_positions(positions, query), **options)
 
 
 def _attend_blocks_backward(
@@ -261,6 +266,7 @@ def _attend_blocks_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    positions: Tensor | None,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     indices: Tensor | None,
@@ -275,6 +281,7 @@ def _attend_blocks_backward(
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``."""
     arguments = (lengths, cu_seqlens, indices, starts, counts, spec, block_size, is_causal)
     if backend in ("hopper", "triton"):
+        assert positions is None, "refused before"
         query, key, value, dout = map(ops.rows_contiguous, (query, key, value, dout))
         by_query, by_key = block_tables(query, key, *arguments)
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
@@ -284,13 +291,14 @@ def _attend_blocks_backward(
             )  # fmt: skip
         return grads
     lists = block_lists(query, key, *arguments)
-    kernel, tensors = ops.tile_kernel(backend, query), (dout, dlse, query, key, value, out, lse)
-    return block_tiles.backward(lists, *tensors, is_causal=is_causal, scale=scale, kernel=kernel)
+    tensors = (dout, dlse, query, key, value, out, lse)
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "kernel": ops.tile_kernel(backend, query)}
+    return block_tiles.backward(lists, *tensors, positions=ops.row_positions(positions, query), **options)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *optional = inputs[:8]
-    ctx.constants = inputs[8:]
+    query, key, value, *optional = inputs[:9]
+    ctx.constants = inputs[9:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(query, key, value, *output, *optional)
 
@@ -298,11 +306,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, value, out, lse, *optional = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 13
+        return (None,) * 14
     if dout is None:
         dout = torch.zeros_like(out)
     grads = attend_blocks_backward(dout, dlse, query, key, value, out, lse, *optional, *ctx.constants)
-    return (*grads, *(None,) * 10)
+    return (*grads, *(None,) * 11)
 
 
 choose_blocks = ops.define_operator("choose_blocks", _choose_blocks, _choose_blocks_fake)

@@ -176,7 +176,9 @@ class SparsePatternConfig:
 class BlockSparse:
     """Block-sparse attention: blocks of ``block_size`` positions meet as a whole, the last block may be short.
 
-    Under ``is_causal``, blocks behind a query block are left out and its own block is causal inside.
+    Under ``is_causal``, blocks behind a query block are left out and its own block is causal inside. With an ``order`` as
+    well, blocks are of places and causality is of original positions: the lists are those of the call that is not causal,
+    and a row sees the listed keys whose original positions are not larger than its own.
 
     >>> pattern = BlockSparse.from_config(SparsePatternConfig("local_window", 0.25, block_size=16))
     >>> BlockSparse.custom(torch.eye(4, dtype=torch.bool), block_size=64).block_size

@@ -3,7 +3,8 @@
 A list is cut into chunks of powers of two of key blocks, so that chunks of one size are equal tiles and go in few calls.
 Its last entry goes apart where it may be special: under ``is_causal`` the block on the diagonal, a causal square, otherwise
 the short last block of the sequence. Everything that decides about shapes is known on the host; only numbers of blocks
-are on the device.
+are on the device. Rows that lie in another order are causal by their original positions: the lists and tiles are then those
+of the call that is not causal, and the kernel masks by position.
 
 Shape letters: B batch, N query rows, M key rows, H query heads, G key heads, D head size; U units: tiles of one sample, and
 of one head if lists differ by head.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from torch import Tensor
 from dilated_attention_pytorch import tiles
 from dilated_attention_pytorch.blocks.lists import BlockLists
 from dilated_attention_pytorch.merge import accumulate_dtype, merge_
+from dilated_attention_pytorch.pieces import Positions
 from dilated_attention_pytorch.spans import Span
 from dilated_attention_pytorch.tiles import TileKernel
 
@@ -59,6 +62,12 @@ class _Call:
     def keys(self, x_bmg: Tensor) -> Tensor:
         """(U, heads, keys, D) of a tensor (B, M, G, D)."""
         return x_bmg[self.sample, self.key_row, self.key_head]
+
+    def positions(self, positions: Positions | None) -> dict[str, Any]:
+        """The further argument of a kernel, if rows are masked by position: (U, 1, rows) each, the same for all heads."""
+        if positions is None:
+            return {}
+        return {"positions": (positions[0][self.sample, self.row], positions[1][self.sample, self.key_row])}
 
     def put_queries(self, x_bnh: Tensor, part: Tensor) -> None:
         """Write ``queries`` back: no row is in two units of a call."""
@@ -191,8 +200,12 @@ def forward(
     is_causal: bool,
     scale: float,
     kernel: TileKernel,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged."""
+    """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged.
+
+    With ``positions`` (B, N), of as many queries as keys, each row sees only rows whose positions are not larger.
+    """
     query, scale, _ = tiles.positive_scale(query, scale)
     dtype = accumulate_dtype(query.dtype)
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
@@ -202,9 +215,13 @@ def forward(
         rows, columns = (span.samples, span.queries), (span.samples, span.keys)
         attend_(
             some, span.positions, query[rows], key[columns], value[columns], out[rows], lse_bnh[rows],
-            is_causal=is_causal, scale=scale, kernel=kernel, limit=limit,
+            is_causal=is_causal, scale=scale, kernel=kernel, limit=limit, originals=_of_span(positions, span),
         )  # fmt: skip
     return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
+
+
+def _of_span(positions: Tensor | None, span: Span) -> Positions | None:
+    return None if positions is None else (positions[span.samples, span.queries], positions[span.samples, span.keys])
 
 
 def attend_(
@@ -220,20 +237,31 @@ def attend_(
     scale: float,
     kernel: TileKernel,
     limit: int,
+    originals: Positions | None = None,
 ) -> None:
     """Merge the attention of lists into ``out`` and ``lse_bnh``, both in the accumulation type; the scale is positive.
 
     The query rows are at ``positions``, by which they belong to query blocks; the key rows are key blocks one after the
-    other, of which the last may be short.
+    other, of which the last may be short. With ``originals``, the positions of both before they were put in order, a row
+    sees only keys whose original positions are not larger than its own.
     """
     for call in _calls(lists, positions, q, k, is_causal, limit):
-        _forward_call_(call, q, k, v, out, lse_bnh, scale, kernel)
+        _forward_call_(call, q, k, v, out, lse_bnh, scale, kernel, originals)
 
 
 def _forward_call_(
-    call: _Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_bnh: Tensor, scale: float, kernel: TileKernel
+    call: _Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse_bnh: Tensor,
+    scale: float,
+    kernel: TileKernel,
+    originals: Positions | None,
 ) -> None:
-    part, part_lse = kernel.forward(call.queries(q), call.keys(k), call.keys(v), call.causal, scale)
+    mask = call.positions(originals)
+    part, part_lse = kernel.forward(call.queries(q), call.keys(k), call.keys(v), call.causal, scale, **mask)
     if call.gate is not None:
         part_lse = part_lse.masked_fill(~call.gate[:, None, None], -torch.inf)
     merged, merged_lse = call.queries(out), call.queries(lse_bnh)
@@ -255,6 +283,7 @@ def backward(
     is_causal: bool,
     scale: float,
     kernel: TileKernel,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``: the gradients of all tiles, summed, given the merged ``out`` and ``lse``."""
     query, scale, sign = tiles.positive_scale(query, scale)
@@ -269,6 +298,7 @@ def backward(
         add_gradients_(
             some, span.positions, by_row, None if dlse_bnh is None else dlse_bnh[rows], qkv,
             (dq[rows], dk[columns], dv[columns]), is_causal=is_causal, scale=scale, kernel=kernel, limit=limit,
+            originals=_of_span(positions, span),
         )  # fmt: skip
     if sign != 1.0:
         dq *= sign
@@ -287,13 +317,14 @@ def add_gradients_(
     scale: float,
     kernel: TileKernel,
     limit: int,
+    originals: Positions | None = None,
 ) -> None:
     """Add the gradients of ``attend_`` to ``grads`` (dq, dk, dv); ``by_row`` is dout, out and lse (B, N, H)."""
     (q, k, v), (dq, dk, dv) = qkv, grads
     # Sums go to tensors of their own, whose rows follow one another.
     k_sums, v_sums = (torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in (k, v))
     for call in _calls(lists, positions, q, k, is_causal, limit):
-        _backward_call_(call, *by_row, dlse_bnh, q, k, v, (dq, k_sums, v_sums), scale, kernel)
+        _backward_call_(call, *by_row, dlse_bnh, q, k, v, (dq, k_sums, v_sums), scale, kernel, originals)
     dk += k_sums
     dv += v_sums
 
@@ -310,15 +341,17 @@ def _backward_call_(
     grads: tuple[Tensor, Tensor, Tensor],
     scale: float,
     kernel: TileKernel,
+    originals: Positions | None,
 ) -> None:
+    mask = call.positions(originals)
     q, k, v, lse = call.queries(query), call.keys(key), call.keys(value), call.queries(lse_bnh)
     if call.gate is not None:
         lse = lse.masked_fill(~call.gate[:, None, None], torch.inf)  # all weights 0
-    part = kernel.backward(call.queries(dout), q, k, v, call.queries(out), lse, call.causal, scale)
+    part = kernel.backward(call.queries(dout), q, k, v, call.queries(out), lse, call.causal, scale, **mask)
     call.add_queries(grads[0], part[0])
     call.add_keys(grads[1], part[1])
     call.add_keys(grads[2], part[2])
     if dlse_bnh is not None:
-        dq, dk = tiles.lse_gradients(kernel, q, k, lse, call.queries(dlse_bnh), call.causal, scale)
+        dq, dk = tiles.lse_gradients(kernel, q, k, lse, call.queries(dlse_bnh), call.causal, scale, **mask)
         call.add_queries(grads[0], dq)
         call.add_keys(grads[1], dk)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from dilated_attention_pytorch.distributed.block_schedule import (
 from dilated_attention_pytorch.distributed.executor import Part
 from dilated_attention_pytorch.distributed.route import Message
 from dilated_attention_pytorch.distributed.shards import Shards
+from dilated_attention_pytorch.pieces import Positions
 from dilated_attention_pytorch.spans import Span, spans
 
 
@@ -63,6 +65,8 @@ class Step:
     positions: range  # of the query rows, counted from the start of their first block
     lists: BlockLists
     is_causal: bool
+    places: range  # of the query rows in the sequence
+    packed: Ranges  # the places of all packed rows, of which ``keys`` are some
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +78,7 @@ class BlockWork:
     local_steps: tuple[tuple[tuple[slice, slice, slice], tuple[Step, ...]], ...]  # with samples, rows and heads of the keys
     received_steps: dict[tuple[int, int], tuple[Step, ...]]  # by tick and number of the part
     sent_rows: dict[tuple[int, int], Tensor]  # the same: which rows of this rank
+    positions: Tensor | None = None  # (B, N), of the whole sequence: what causality goes by under an order
 
     def numel(self, message: Message, row_shape: torch.Size) -> int:
         """Elements of a message."""
@@ -96,12 +101,28 @@ class BlockWork:
     def local(self, key: Tensor, value: Tensor) -> Iterator[Part]:
         """The parts with own keys."""
         for columns, steps in self.local_steps:
-            yield from _computed(steps, key[columns], value[columns])
+            yield from self._computed(steps, key[columns], value[columns])
 
     def received(self, message: Message, flat: Tensor, row_shape: torch.Size) -> Iterator[Part]:
         """The parts with the keys of a message."""
         for number, _, (k, v) in self._parts(message, flat, row_shape):
-            yield from _computed(self.received_steps[message.tick, number], k, v)
+            yield from self._computed(self.received_steps[message.tick, number], k, v)
+
+    def _computed(self, steps: Sequence[Step], k: Tensor, v: Tensor) -> Iterator[Part]:
+        for step in steps:
+            options: dict[str, Any] = {"is_causal": step.is_causal, "originals": self._originals(step)}
+            attend_, add_gradients_ = (
+                partial(x, step.lists, step.positions, **options) for x in (block_tiles.attend_, block_tiles.add_gradients_)
+            )
+            yield Part(step.rows, (k[:, step.keys], v[:, step.keys]), attend_, add_gradients_)
+
+    def _originals(self, step: Step) -> Positions | None:
+        """The original positions of queries and keys: every rank knows the order, so none travels."""
+        if self.positions is None:
+            return None
+        some = self.positions[step.rows[0]]
+        keys = torch.cat([some[:, x.start : x.stop] for x in step.packed], 1)[:, step.keys]
+        return some[:, step.places.start : step.places.stop], keys
 
     def _shapes(self, message: Message, row_shape: torch.Size) -> Iterator[tuple[int, ...]]:
         for place_number, transfer in message.parts:
@@ -117,15 +138,6 @@ class BlockWork:
             last = first + math.prod(shape)
             yield number, self.places[place], flat[first:last].view(shape)
             first = last
-
-
-def _computed(steps: Sequence[Step], k: Tensor, v: Tensor) -> Iterator[Part]:
-    for step in steps:
-        attend_, add_gradients_ = (
-            partial(x, step.lists, step.positions, is_causal=step.is_causal)
-            for x in (block_tiles.attend_, block_tiles.add_gradients_)
-        )
-        yield Part(step.rows, (k[:, step.keys], v[:, step.keys]), attend_, add_gradients_)
 
 
 def named_blocks(lists: BlockLists) -> Ranges:
@@ -236,9 +248,9 @@ def _steps(
             continue
         for rows, keys, skipped, some, causal in _meetings(lists, queries, ranges, is_causal and number == own):
             if some.indices.numel():
-                at = place.rows(rank, number, range(queries.start + rows.start, queries.start + rows.stop))
-                positions = range(skipped, skipped + len(rows))
-                yield Step((place.samples, at, place.heads), keys, positions, some.to(device), causal)
+                places = range(queries.start + rows.start, queries.start + rows.stop)
+                at = (place.samples, place.rows(rank, number, places), place.heads)
+                yield Step(at, keys, range(skipped, skipped + len(rows)), some.to(device), causal, places, ranges)
 
 
 def _meetings(

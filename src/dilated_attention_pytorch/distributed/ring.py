@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import dilated_attention_pytorch
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends import eager, sdpa
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.blocks.call import check_no_causal_order, prepare_blocks
+from dilated_attention_pytorch.blocks.call import causal_by_position, prepare_blocks
 from dilated_attention_pytorch.blocks.pattern import BlockSparse
 from dilated_attention_pytorch.checks import check_no_forward_derivative, check_order, prepare, rows_in_order
 from dilated_attention_pytorch.distributed import heads as ulysses
@@ -201,9 +202,7 @@ def ring_attention(
         rows_in_order(order, ordered, sharded=True)
         if order is not None:
             check_order(order, query, key, lengths, cu_seqlens, sharded=True)
-            if isinstance(pattern, BlockSparse):
-                check_no_causal_order(order, is_causal)
-        by_position = is_causal and order is not None and not isinstance(order, Identity)
+        by_position = causal_by_position(pattern, order, is_causal)
         request = Request.of(query, dropout_p, by_position)
         kernel = _kernel(backend, request)
         wire = Wire(group, query.device)
@@ -254,6 +253,7 @@ def ring_attention(
         "lengths": host_lengths(lengths, shards.length),
         "cu_seqlens": host_cu_seqlens(cu_seqlens, shards.length),
     }
+    positions = order.positions.expand(batch, -1) if by_position and order is not None else None
     job = partial(
         Job,
         transport=wire,
@@ -266,6 +266,7 @@ def ring_attention(
     if isinstance(pattern, BlockSparse):
         pattern.check_call(batch, shards.length, shards.length, heads, is_causal=is_causal, packed=cu_seqlens is not None)
         blocks, ahead = block_work(query, key, pattern, shards, wire, used_scale, transport, **call)
+        blocks = replace(blocks, positions=positions)
         out, lse = RingAttention.apply(query, key, value, job(blocks, (), ahead=ahead))  # type: ignore[no-untyped-call]
         return out, lse
     reasons = ulysses.why_not(pattern, shards.length, key_heads, world, dropout_p, bucket_size, comm_dtype)
@@ -285,7 +286,6 @@ def ring_attention(
         )  # fmt: skip
     route = partial(make_route, pattern, shards, rank, batch, key_heads, bucket_size=rows_per_message, **call)
     dropout = Dropout(dropout_p, used_seed) if dropout_p > 0.0 else None
-    positions = order.positions.expand(batch, -1) if by_position and order is not None else None
     branches = range(len(pattern.branches)) if detached else ()
     own = None
     if fused is not None:

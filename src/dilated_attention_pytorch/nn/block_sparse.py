@@ -14,6 +14,7 @@ from dilated_attention_pytorch.backends import check_name
 from dilated_attention_pytorch.blocks.pattern import BlockSparse, SparsePatternConfig
 from dilated_attention_pytorch.checks import check_no_sharding, check_options
 from dilated_attention_pytorch.nn.sharded import ShardedModule
+from dilated_attention_pytorch.orders import Order
 from dilated_attention_pytorch.patterns import Dilated
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class BlockSparseRingDilatedAttention(ShardedModule):
         group: ranks over which the sequence is sharded, see ``attention``: query, key and value are then this rank's rows,
             ``lengths`` and ``cu_seqlens`` count positions of the whole sequence. One device by default.
         layout, transport, comm_dtype: with ``group``, how rows travel, see ``attention``.
+        order, ordered: an order of the positions, and whether rows already lie in it (with ``group`` they always do), see
+            ``attention``. It fixes the length, moves with the module and is no part of its state.
 
     >>> config = SparsePatternConfig("dilated_sparse", sparsity_ratio=0.5, block_size=64)
     >>> attend = BlockSparseRingDilatedAttention([256, 512], [1, 2], config)
@@ -53,6 +56,8 @@ class BlockSparseRingDilatedAttention(ShardedModule):
         layout: str | Shards = "contiguous",
         transport: str = "auto",
         comm_dtype: torch.dtype | None = None,
+        order: Order | None = None,
+        ordered: bool | None = None,
     ) -> None:
         if group is None:
             check_no_sharding(layout=layout, bucket_size=None, transport=transport, comm_dtype=comm_dtype)
@@ -60,7 +65,7 @@ class BlockSparseRingDilatedAttention(ShardedModule):
             from dilated_attention_pytorch.distributed.ring import check_sharding  # imports torch.distributed
 
             check_sharding(layout, None, transport, comm_dtype)
-        super().__init__(group, layout, None, transport, comm_dtype)
+        super().__init__(group, layout, None, transport, comm_dtype, order, ordered, sharded=group is not None)
         check_name(backend)
         check_options(softmax_scale, 0.0, "exact")
         config = SparsePatternConfig("dilated_sparse", 0.1) if sparse_config is None else sparse_config
@@ -107,10 +112,13 @@ class BlockSparseRingDilatedAttention(ShardedModule):
             lengths=lengths,
             cu_seqlens=cu_seqlens,
             backend=self.backend,
+            order=self.order,
+            ordered=self.ordered,
             **sharding,
         )
         return out
 
     def extra_repr(self) -> str:
         """The pattern, for ``print(module)``."""
-        return f"{self.sparse_config}, softmax_scale={self.softmax_scale}, backend={self.backend!r}"
+        options = f"softmax_scale={self.softmax_scale}, backend={self.backend!r}"
+        return f"{self.sparse_config}, {options}{self._order_repr()}"

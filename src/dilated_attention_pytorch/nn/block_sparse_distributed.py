@@ -15,6 +15,7 @@ from dilated_attention_pytorch.blocks.tiers import DistributedSparseConfig
 from dilated_attention_pytorch.checks import check_options
 from dilated_attention_pytorch.nn.projected import ProjectedAttention
 from dilated_attention_pytorch.nn.sharded import ShardedModule
+from dilated_attention_pytorch.orders import Order
 from dilated_attention_pytorch.patterns import Dilated
 
 if TYPE_CHECKING:
@@ -36,11 +37,13 @@ class TierAttention(ShardedModule):
         layout: str | Shards,
         transport: str,
         comm_dtype: torch.dtype | None,
+        order: Order | None,
+        ordered: bool | None,
     ) -> None:
         from dilated_attention_pytorch.distributed.ring import check_sharding  # imports torch.distributed
 
         check_sharding(layout, None, transport, comm_dtype)
-        super().__init__(group, layout, None, transport, comm_dtype)
+        super().__init__(group, layout, None, transport, comm_dtype, order, ordered)
         check_name(backend)
         check_options(softmax_scale, 0.0, "exact")
         if not isinstance(config, DistributedSparseConfig):
@@ -56,7 +59,7 @@ class TierAttention(ShardedModule):
         sharding = self.sharding("BlockSparseRingDilatedAttention")
         out: Tensor = attention(
             query, key, value, self.pattern(key, sharding["group"]), is_causal=is_causal, scale=self.softmax_scale,
-            lengths=lengths, backend=self.backend, **sharding,
+            lengths=lengths, backend=self.backend, order=self.order, ordered=self.ordered, **sharding,
         )  # fmt: skip
         return out
 
@@ -69,7 +72,8 @@ class TierAttention(ShardedModule):
 
     def extra_repr(self) -> str:
         """The configuration, for ``print(module)``."""
-        return f"{self.config}, layout={self.layout!r}, transport={self.transport!r}, backend={self.backend!r}"
+        options = f"layout={self.layout!r}, transport={self.transport!r}, backend={self.backend!r}"
+        return f"{self.config}, {options}{self._order_repr()}"
 
 
 class BlockSparseRingDistributedDilatedAttention(ProjectedAttention):
@@ -89,6 +93,7 @@ class BlockSparseRingDistributedDilatedAttention(ProjectedAttention):
             ``MultiheadDilatedAttention``.
         softmax_scale, backend, group, layout, transport, comm_dtype: see ``attention``; the group is by default all ranks
             of the job.
+        order, ordered: the order in which the whole sequence was sharded, see ``RingDilatedAttention``.
 
     >>> config = DistributedSparseConfig(sparsity_ratio=0.05, pattern_type="hierarchical")
     >>> module = BlockSparseRingDistributedDilatedAttention(512, 8, [4096, 8192], [1, 2], distributed_config=config)
@@ -118,13 +123,16 @@ class BlockSparseRingDistributedDilatedAttention(ProjectedAttention):
         layout: str | Shards = "contiguous",
         transport: str = "auto",
         comm_dtype: torch.dtype | None = None,
+        order: Order | None = None,
+        ordered: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         Dilated(segment_lengths, dilation_rates)
         config = DistributedSparseConfig() if distributed_config is None else distributed_config
+        attend = TierAttention(config, softmax_scale, backend, group, layout, transport, comm_dtype, order, ordered)
         super().__init__(
-            TierAttention(config, softmax_scale, backend, group, layout, transport, comm_dtype), embed_dim, num_heads,
-            sharded=True, num_kv_heads=num_kv_heads, bias=bias, layer_norm=layer_norm, layer_norm_eps=layer_norm_eps,
-            gamma_init=gamma_init, batch_first=batch_first, kdim=kdim, vdim=vdim, device=device, dtype=dtype,
+            attend, embed_dim, num_heads, sharded=True, num_kv_heads=num_kv_heads, bias=bias, layer_norm=layer_norm,
+            layer_norm_eps=layer_norm_eps, gamma_init=gamma_init, batch_first=batch_first, kdim=kdim, vdim=vdim,
+            device=device, dtype=dtype,
         )  # fmt: skip

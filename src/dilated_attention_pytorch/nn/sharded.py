@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class ShardedModule(OrderedModule):
-    """A module of a rank; ``group``, ``layout``, ``bucket_size``, ``transport`` and ``comm_dtype`` are ``attention``'s."""
+    """A module of a rank; ``group``, ``layout``, ``bucket_size``, ``transport`` and ``comm_dtype`` are ``attention``'s.
+
+    ``sharded=False`` says that it serves one device, so that rows need not lie in the order.
+    """
 
     def __init__(
         self,
@@ -29,8 +32,10 @@ class ShardedModule(OrderedModule):
         comm_dtype: torch.dtype | None,
         order: Order | None = None,
         ordered: bool | None = None,
+        *,
+        sharded: bool = True,
     ) -> None:
-        super().__init__(order, ordered, sharded=True)
+        super().__init__(order, ordered, sharded=sharded)
         self.group = group
         self.layout = layout
         self.bucket_size = bucket_size

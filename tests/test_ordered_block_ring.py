@@ -1,0 +1,130 @@
+"""Orders and block-sparse patterns across ranks over gloo: every rank's rows are those of the definition, gradients too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from block_cases import SIZE, assert_same, config, ordered_attention, pattern_of, random_inputs, random_order, with_grads
+from dilated_attention_pytorch import (
+    BlockSparse,
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingDistributedDilatedAttention,
+    DistributedSparseConfig,
+    Hilbert,
+    MultiheadDilatedAttention,
+    attention,
+)
+from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
+from dilated_attention_pytorch.distributed.sequence import rows_of
+from test_ring import Received
+
+# By the number of ranks: kind, rows of the shards, layout, one order for each sample, transport.
+RANKED = {
+    2: [
+        ("hierarchical", (20, 25), "contiguous", False, "auto"),
+        ("masks", (17, 20), "zigzag", True, "ring"),
+        ("adaptive", (19, 26), "contiguous", True, "ring"),
+    ],
+    3: [
+        ("dilated_sparse", (30, 0, 21), "zigzag", True, "allgather"),
+        ("mask", (9, 29, 7), "contiguous", False, "ring"),
+        ("masks", (20, 12, 17), "contiguous", True, "auto"),
+        ("adaptive", (20, 12, 21), "zigzag", False, "auto"),
+    ],
+}
+
+
+def check_ranks(case, causal, group, rank, world) -> None:
+    kind, lengths, layout, by_sample, transport = case
+    shards = Shards.of(lengths, layout)
+    n = shards.length
+    torch.manual_seed(n)
+    order, (pattern, table) = random_order(n, 2 if by_sample else 0), pattern_of(kind, n, 4)
+    inputs = random_inputs(2, n, n, 4, 2, 4)
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(2, 4, n, dtype=torch.float64)
+    expected = with_grads(lambda *x: ordered_attention(*x, table, order, causal), inputs, dout, dlse)
+    rows = torch.arange(2)[:, None], order.positions[..., rows_of(shards, rank, torch.device("cpu"))].expand(2, -1)
+
+    def by_head(x):
+        return x.transpose(1, 2)[rows].transpose(1, 2)
+
+    options = {"group": group, "layout": layout, "transport": transport, "return_lse": True}
+    call = lambda *x: attention(*x, pattern, is_causal=causal, order=order, **options)  # noqa: E731
+    local = [x.detach()[rows].requires_grad_() for x in inputs]
+    actual = with_grads(call, local, dout[rows], by_head(dlse))
+    assert_same(actual, [by_head(x) if name == 1 else x[rows] for name, x in enumerate(expected)])
+
+
+def check_traffic(group, world) -> None:
+    """A causal call under an order receives what the call that is not causal does: no positions, and no row less."""
+    x, order = torch.randn(1, 40, 2, 4), Hilbert.line(40 * world)
+    for kind in ("hierarchical", "adaptive"):
+        pattern = BlockSparse.from_config(config(kind, 0.3))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            received, counts = Received(monkeypatch), []
+            for options in ({}, {"order": order}, {"order": order, "is_causal": True}):
+                attention(x, x, x, pattern, group=group, transport="ring", **options)
+                counts.append(received.take())
+        assert counts[0] == counts[1] == counts[2] > 0
+
+
+def check_modules(group, world) -> None:
+    torch.manual_seed(3)
+    n, order = 90, Hilbert.grid(9, 10)
+    sharding = {"group": group, "layout": "zigzag", "order": order}
+    q = torch.randn(1, n, 2, 8, dtype=torch.float64)
+    one = BlockSparseRingDilatedAttention([40, 96], [1, 2], config("dilated_sparse"), order=order)
+    many = BlockSparseRingDilatedAttention([40, 96], [1, 2], config("dilated_sparse"), **sharding)
+    whole = gather_sequence(many(shard_sequence(q, **sharding), is_causal=True), **sharding)
+    torch.testing.assert_close(whole, one(q, is_causal=True), rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match="order once, by shard_sequence"):
+        BlockSparseRingDilatedAttention([40], [1], config("local_window"), **sharding, ordered=False)
+    settings = DistributedSparseConfig(0.4, "hierarchical", block_size=SIZE, node_size=2)
+    head = BlockSparseRingDistributedDilatedAttention(16, 2, [32], [1], settings, dtype=torch.float64, **sharding)
+    x = torch.randn(2, n, 16, dtype=torch.float64)
+    alone = MultiheadDilatedAttention(16, 2, [32], [1], dtype=torch.float64)
+    pattern = settings.pattern(Shards.even(n, world, "zigzag"))
+    alone.attention.forward = lambda q, k, v, is_causal, lengths=None: attention(
+        q, k, v, pattern, is_causal=is_causal, order=order, backend="reference"
+    )
+    alone.load_state_dict(head.state_dict())
+    part = shard_sequence(x, **sharding)
+    out, _ = head(part, part, part, is_causal=True)
+    torch.testing.assert_close(gather_sequence(out, **sharding), alone(x, x, x, is_causal=True)[0], rtol=1e-10, atol=1e-10)
+
+
+def check_refusals(group, rank) -> None:
+    x, order = torch.zeros(1, 16, 1, 4), Hilbert.line(48)
+    pattern = BlockSparse.custom(torch.ones(3, 3, dtype=torch.bool), block_size=SIZE)
+    options = {"is_causal": True, "order": order, "group": group}
+    with pytest.raises(ValueError, match="which this backend cannot; use backend='eager'"):
+        attention(x, x, x, pattern, backend="sdpa", **options)
+    with pytest.raises(ValueError, match="this BlockMask is causal by places of the ordered sequence"):
+        attention(x, x, x, replace(pattern, only_causal=True), **options)
+    with pytest.raises(ValueError, match="these differ:\n  order: "):
+        attention(x, x, x, pattern, **options | {"order": order if rank else order.inverse})
+
+
+def work(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=max(RANKED))
+    groups = {size: dist.new_group(list(range(size))) for size in RANKED}
+    for size, cases in RANKED.items():
+        for case in cases:
+            for causal in (False, True) if case is cases[0] else (True,):
+                if rank < size:
+                    check_ranks(case, causal, groups[size], rank, size)
+    group = dist.group.WORLD
+    check_traffic(group, max(RANKED))
+    check_modules(group, max(RANKED))
+    check_refusals(group, rank)
+    dist.destroy_process_group()
+
+
+def test_the_definition_on_several_ranks(tmp_path):
+    mp.spawn(work, (str(tmp_path / "store"),), nprocs=max(RANKED))
