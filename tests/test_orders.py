@@ -192,6 +192,8 @@ def test_small_things():
     assert order.to("cpu") == order
     assert type(order.to("meta")) is Hilbert
     assert order.to("meta").device.type == "meta"
+    with pytest.raises(TypeError):
+        order.to(torch.float32)  # positions are integers
     assert pickle.loads(pickle.dumps(order)) == order
     given_positions = torch.tensor([1, 0])
     kept = Order.from_permutation(given_positions)

@@ -139,7 +139,7 @@ def attention(
         layout: how the shards lie in the sequence: ``"contiguous"``, in the order of ranks, or ``"zigzag"``, where each
             rank has an early and a late half, which evens causal work (see ``distributed.shard_sequence``). Or
             ``distributed.Shards``, by which every rank knows the rows of all: ranks then compare their arguments only at
-            the first call with them, and a rank that refuses its arguments later is waited for until the group's timeout.
+            the first call with them, and a rank that refuses its own arguments is waited for until the group's timeout.
         bucket_size: with ``group``, rows per message, per key head and sample; by default a sixteenth of the longest
             shard, at least 512 (on a GPU 16,384). Two messages each way exist at a time. Not for ``BlockSparse``: there,
             the rows that a rank reads of another are one message.

@@ -217,7 +217,7 @@ class Order:
 
     def to(self, device: torch.device | str) -> Order:
         """The same order on another device."""
-        moved = copy.copy(self)
+        moved, device = copy.copy(self), torch.device(device)  # not a dtype, which Tensor.to takes as well
         moved._positions, moved._places = self._positions.to(device), self._places.to(device)
         return moved
 
