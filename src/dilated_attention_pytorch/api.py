@@ -116,8 +116,8 @@ def attention(
         query: (B, N, H, D); row ``a`` is position ``a + M - N``, so with ``N < M`` the queries are the last positions.
         key, value: (B, M, G, D) with ``H % G == 0``; query head ``h`` reads key head ``h // (H // G)``.
         pattern: which positions meet, for example ``Dilated([2048, 4096], [1, 2])``; or a ``BlockSparse``, which has
-            neither dropout nor mixing gradients, is not causal under an ``order``, and runs on ``"sdpa"`` and ``"eager"``
-            with ``group``.
+            neither dropout nor mixing gradients and is not causal under an ``order``; ``"hopper"`` takes blocks of 128 and
+            256 with ``N == M``.
         is_causal: a position sees itself and earlier ones only.
         scale: of the scores; ``D ** -0.5`` by default.
         dropout_p: probability of dropping a weight. Whether ``(sample, head, i, j, branch)`` is kept depends on ``seed``
@@ -130,7 +130,7 @@ def attention(
         mixing_gradient: ``"exact"``, or ``"detached"`` to treat the weights of the branches as constants as the paper
             authors' code does.
         backend: ``"auto"`` (the first of the following that can), ``"hopper"``, ``"triton"``, ``"sdpa"``, ``"eager"`` or
-            ``"reference"``.
+            ``"reference"``; with ``group``, ``"sdpa"`` and ``"eager"`` alone.
         return_lse: return ``(out, lse)`` with lse (B, H, N), float32 (float64 for float64 inputs), differentiable.
         group: a process group, or a device mesh of one dimension or with one named ``"cp"``, over whose ranks the sequence
             is sharded: the tensors are this rank's rows, the result is theirs, ``lengths`` and ``cu_seqlens`` count
