@@ -224,6 +224,7 @@ def test_node_size_from_torchrun(monkeypatch):
             "one of 'hierarchical', 'node_local', 'bandwidth_aware', 'adaptive_load_balanced', got 'ring'",
         ),
         ({"block_size": 48}, "block_size must be a power of two from 16 to 256, got 48"),
+        ({"block_size": 16.0}, "block_size must be a power of two from 16 to 256, got 16.0"),
         ({"node_size": 0}, "node_size must be an integer, at least 1, or None, got 0"),
         ({"node_bytes": 5}, "node_bytes is read by 'bandwidth_aware' alone, got 5 for 'hierarchical'"),
         ({"pattern_type": "node_local", "inter_node_sparsity": 0.1}, "reads nothing of other nodes"),
@@ -266,7 +267,7 @@ def test_module_of_the_report():
     )  # fmt: skip
     assert "sparsity_ratio=0.05, pattern_type='hierarchical'" in repr(model)
     x = torch.zeros(1, 10, 512)
-    with pytest.raises(RuntimeError, match="TierAttention needs a process group: start with torchrun"):
+    with pytest.raises(RuntimeError, match=r"needs a process group: .* or use BlockSparseRingDilatedAttention on one"):
         model(x, x, x)
     with pytest.raises(ValueError, match="needs the whole sequence, of which a rank has a shard"):
         model.attention_map(x, x, [0])

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from dilated_attention_pytorch import Dilated, attention, attention_weights
+from dilated_attention_pytorch import Dilated, SparsePatternConfig, attention, attention_weights
 
 PATTERN = Dilated([8, 16], [1, 2])
 
@@ -33,6 +33,7 @@ def call(q=(2, 20, 4, 8), k=(2, 20, 4, 8), v=None, pattern=PATTERN, **options):
         ({"q": torch.zeros(2, 20, 4, 8).double()}, TypeError, "one dtype, got torch.float64, torch.float32"),
         ({"q": torch.zeros(2, 20, 4, 8, device="meta")}, ValueError, "on one device, got meta, cpu and cpu"),
         ({"pattern": ([8], [1])}, TypeError, "pattern must be a Dilated, got tuple"),
+        ({"pattern": SparsePatternConfig("adaptive", 0.1)}, TypeError, "write BlockSparse.from_config(config)"),
         ({"pattern": Dilated([8], [4], [0, 1])}, ValueError, "got 2 offsets (0, 1) for 4 key heads"),
         ({"backend": "magic"}, ValueError, "one of 'auto', 'hopper', 'triton', 'sdpa', 'eager', 'reference', got 'magic'"),
         ({"mixing_gradient": "none"}, ValueError, "'exact' or 'detached', got 'none'"),

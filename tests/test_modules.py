@@ -179,6 +179,8 @@ def test_bad_inputs():
         module(x, x, x, key_padding_mask=holes[:1])
     with pytest.raises(TypeError, match="bool or floating-point"):
         module(x, x, x, key_padding_mask=holes.int())
+    with pytest.raises(TypeError, match=r"key_padding_mask must be a torch.Tensor, got list"):
+        module(x, x, x, key_padding_mask=holes.tolist())
     with pytest.raises(ValueError, match=r"0 \(keep\) and -inf"):
         module(x, x, x, key_padding_mask=holes.float())
     with pytest.raises(ValueError, match="pass one of them"):

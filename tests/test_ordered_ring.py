@@ -258,3 +258,15 @@ def work(rank: int, store: str) -> None:
 
 def test_the_definition_on_any_number_of_ranks(tmp_path):
     mp.spawn(work, (str(tmp_path / "store"),), nprocs=max(CASES))
+
+
+@pytest.mark.parametrize("function", [shard_sequence, gather_sequence])
+def test_sequences_that_are_none(function):
+    x = torch.zeros(2, 9)
+    with pytest.raises(TypeError, match=r"the sequence must be a torch.Tensor, got list"):
+        function([1.0], None)
+    for dim in (2, -3):
+        with pytest.raises(ValueError, match=rf"one of the 2 dimensions of a tensor of shape \(2, 9\), got {dim}"):
+            function(x, None, dim=dim)
+    with pytest.raises(TypeError, match=r"got None; call init_process_group\(\) first"):
+        function(x, None)

@@ -192,6 +192,8 @@ def test_small_things():
     assert order.to("cpu") == order
     assert type(order.to("meta")) is Hilbert
     assert order.to("meta").device.type == "meta"
+    with pytest.raises(TypeError):
+        order.to(torch.float32)  # positions are integers
     assert pickle.loads(pickle.dumps(order)) == order
     given_positions = torch.tensor([1, 0])
     kept = Order.from_permutation(given_positions)
@@ -268,7 +270,7 @@ def square(order, *args, **options):
         (lambda: Order.from_permutation(torch.zeros(1, 1, 1, dtype=torch.int64)), ValueError, "got shape (1, 1, 1)"),
         (lambda: square(Identity(8)), ValueError, "the order is over 8 positions, got 9 in dimension 1 of a tensor"),
         (lambda: square(Identity(9), 2), ValueError, "one of the 2 dimensions of a tensor of shape (2, 9), got 2"),
-        (lambda: Identity(9).permute([1.0] * 9), TypeError, "permutes a torch.Tensor, got list"),
+        (lambda: Identity(9).permute([1.0] * 9), TypeError, "the sequence must be a torch.Tensor, got list"),
         (lambda: BATCH.permute(torch.zeros(3, 6)), ValueError, "for each of 2 samples needs them in dimension 0"),
         (lambda: BATCH.permute(torch.zeros(6, 2), 0), ValueError, "for each of 2 samples needs them in dimension 0"),
         (lambda: Identity(9).permute(torch.zeros(2, 9, device="meta")), ValueError,

@@ -12,7 +12,7 @@ import torch
 
 import dilated_attention_pytorch as package
 import oracle
-from dilated_attention_pytorch import Dilated, explain
+from dilated_attention_pytorch import BlockSparse, Dilated, explain
 
 ROOT = Path(package.__file__).parent
 
@@ -147,6 +147,10 @@ def test_explain_says_why_not():
     assert "not       sdpa: dropout is not supported" in str(told)
     with pytest.raises(ValueError, match="no backend can serve this call"):
         explain(q, q, q, Dilated([8], [1]), dropout_p=0.1, backend="sdpa")
+    with pytest.raises(ValueError, match="0 <= p < 1, got 3"):
+        explain(q, q, q, Dilated([8], [1]), dropout_p=3)
+    with pytest.raises(TypeError, match=r"got BlockSparse; .* attention and attention_weights also take"):
+        explain(q, q, q, BlockSparse.custom(torch.ones(2, 2, dtype=torch.bool), block_size=16))
 
 
 def test_explain_counts_what_ranks_send():
@@ -159,3 +163,7 @@ def test_explain_counts_what_ranks_send():
         explain(q[:, 16:], q, q, Dilated([16], [1]), world_size=2)
     with pytest.raises(ValueError, match="layout must be one of"):
         explain(q, q, q, Dilated([16], [1]), world_size=2, layout="spiral")
+    with pytest.raises(ValueError, match="got layout='zigzag' without world_size"):
+        explain(q, q, q, Dilated([16], [1]), layout="zigzag")
+    with pytest.raises(ValueError, match="no torchscale_padding; leave it out, or leave out world_size"):
+        explain(q, q, q, Dilated([16], [1], torchscale_padding=True), world_size=2)

@@ -379,6 +379,7 @@ def test_without_a_group():
         ({"layout": "spiral"}, ValueError, "layout must be one of 'contiguous', 'zigzag', got 'spiral'"),
         ({"transport": "pigeon"}, ValueError, "transport must be one of .*, got 'pigeon'"),
         ({"bucket_size": 0}, ValueError, "bucket_size is a number of rows, at least 1, or None, got 0"),
+        ({"bucket_size": True}, ValueError, "bucket_size is a number of rows, at least 1, or None, got True"),
         ({"comm_dtype": "float32"}, TypeError, "comm_dtype must be a floating-point torch.dtype or None, got 'float32'"),
     ):
         with pytest.raises(error, match=match):

@@ -116,7 +116,8 @@ def attention(
         query: (B, N, H, D); row ``a`` is position ``a + M - N``, so with ``N < M`` the queries are the last positions.
         key, value: (B, M, G, D) with ``H % G == 0``; query head ``h`` reads key head ``h // (H // G)``.
         pattern: which positions meet, for example ``Dilated([2048, 4096], [1, 2])``; or a ``BlockSparse``, which has
-            neither dropout nor mixing gradients, and runs on ``"sdpa"`` and ``"eager"`` with ``group``.
+            neither dropout nor mixing gradients, and runs on ``"sdpa"`` and ``"eager"`` with ``group``; ``"hopper"`` takes
+            blocks of 128 and 256 with ``N == M``.
         is_causal: a position sees itself and earlier ones only.
         scale: of the scores; ``D ** -0.5`` by default.
         dropout_p: probability of dropping a weight. Whether ``(sample, head, i, j, branch)`` is kept depends on ``seed``
@@ -139,7 +140,7 @@ def attention(
         layout: how the shards lie in the sequence: ``"contiguous"``, in the order of ranks, or ``"zigzag"``, where each
             rank has an early and a late half, which evens causal work (see ``distributed.shard_sequence``). Or
             ``distributed.Shards``, by which every rank knows the rows of all: ranks then compare their arguments only at
-            the first call with them, and a rank that refuses its arguments later is waited for until the group's timeout.
+            the first call with them, and a rank that refuses its own arguments is waited for until the group's timeout.
         bucket_size: with ``group``, rows per message, per key head and sample; by default a sixteenth of the longest
             shard, at least 512 (on a GPU 16,384). Two messages each way exist at a time. Not for ``BlockSparse``: there,
             the rows that a rank reads of another are one message.

@@ -53,9 +53,12 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_pattern(pattern: Dilated) -> None:
-    """Raise if this is no pattern."""
+    """Raise if this is no pattern of branches."""
     if not isinstance(pattern, Dilated):
-        raise TypeError(f"pattern must be a Dilated, got {type(pattern).__name__}; write Dilated([2048, 4096], [1, 2])")
+        raise TypeError(
+            f"pattern must be a Dilated, got {type(pattern).__name__}; write Dilated([2048, 4096], [1, 2]). attention and "
+            "attention_weights also take a BlockSparse: write BlockSparse.from_config(config)"
+        )
 
 
 def check_no_forward_derivative(*tensors: Tensor) -> None:

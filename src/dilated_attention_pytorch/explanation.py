@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch import backends, ops
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.checks import check_call, check_order, check_pattern, check_qkv
+from dilated_attention_pytorch.checks import check_call, check_options, check_order, check_pattern, check_qkv
 from dilated_attention_pytorch.orders import Identity, Order
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.problem import Problem
@@ -73,12 +73,13 @@ def explain(
     backend: str = "auto",
     order: Order | None = None,
     world_size: int | None = None,
-    layout: str = "contiguous",
+    layout: str | None = None,
 ) -> Explanation:
     """Which backend and kernel ``attention`` would use for these arguments, why not others, and how much work it is.
 
     The pairs are those computed: under an order, causality hides some of them afterwards. With ``world_size``, also
-    what that many ranks would send one another if they shared these tensors evenly.
+    what that many ranks would send one another if they shared these tensors evenly, in the ``layout`` of ``attention``
+    (contiguous by default). Block-sparse patterns are not explained.
 
     >>> import torch
     >>> q = torch.empty(1, 65536, 8, 64)
@@ -91,7 +92,10 @@ def explain(
     """
     check_pattern(pattern)
     check_qkv(query, key, value)
+    check_options(None, dropout_p, "exact")
     check_call(query, key, is_causal, None, lengths, cu_seqlens)
+    if layout is not None and world_size is None:
+        raise ValueError(f"layout says how a sequence is sharded over ranks: got layout={layout!r} without world_size")
     ordered_causal = False
     if order is not None:
         check_order(order, query, key, lengths, cu_seqlens)
@@ -131,7 +135,7 @@ def explain(
         pairs=pairs,
         dense_pairs=dense,
         forward_flops=4 * query.shape[-1] * pairs,
-        sharding=None if world_size is None else _sharding(query, problem, world_size, layout, dropout_p),
+        sharding=None if world_size is None else _sharding(query, problem, world_size, layout or "contiguous", dropout_p),
     )
 
 
@@ -145,6 +149,8 @@ def _sharding(query: Tensor, problem: Problem, world_size: int, layout: str, dro
         raise ValueError(
             f"a shard has as many queries as keys, got {problem.queries} and {problem.keys}; leave out world_size"
         )
+    if problem.pattern.torchscale_padding:
+        raise ValueError("a sharded sequence has no torchscale_padding; leave it out, or leave out world_size")
     shards = Shards.even(problem.keys, world_size, layout)
     bucket_size = default_bucket_size(shards, query.device.type)
     reasons = heads.why_not(problem.pattern, problem.keys, problem.key_heads, world_size, dropout_p, None, None)

@@ -58,6 +58,14 @@ class _Permute(torch.autograd.Function):
         return _Permute.apply(gradient, inverse, index, ctx.dim), None, None, None  # type: ignore[no-untyped-call]
 
 
+def check_dim(x: Tensor, dim: int) -> None:
+    """Raise if this is no tensor with such a dimension."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"the sequence must be a torch.Tensor, got {type(x).__name__}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be one of the {x.dim()} dimensions of a tensor of shape {tuple(x.shape)}, got {dim}")
+
+
 class Order:
     """A bijection of the positions of a sequence, the same for all samples or one for each.
 
@@ -187,12 +195,7 @@ class Order:
         return result
 
     def _check(self, x: Tensor, dim: int) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"an order permutes a torch.Tensor, got {type(x).__name__}")
-        if not -x.dim() <= dim < x.dim():
-            raise ValueError(
-                f"dim must be one of the {x.dim()} dimensions of a tensor of shape {tuple(x.shape)}, got {dim}"
-            )
+        check_dim(x, dim)
         if x.shape[dim] != len(self):
             raise ValueError(
                 f"the order is over {len(self)} positions, got {x.shape[dim]} in dimension {dim} of a tensor of shape "
@@ -217,7 +220,7 @@ class Order:
 
     def to(self, device: torch.device | str) -> Order:
         """The same order on another device."""
-        moved = copy.copy(self)
+        moved, device = copy.copy(self), torch.device(device)  # not a dtype, which Tensor.to takes as well
         moved._positions, moved._places = self._positions.to(device), self._places.to(device)
         return moved
 

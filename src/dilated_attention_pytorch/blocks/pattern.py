@@ -35,7 +35,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 def check_block_size(block_size: Any) -> None:
     """Raise if blocks of this size are not supported."""
-    if isinstance(block_size, bool) or block_size not in BLOCK_SIZES:
+    if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be a power of two from 16 to 256, got {block_size!r}; 128 suits most sequences")
 
 
@@ -209,7 +209,7 @@ class BlockSparse:
         """
         check_block_size(block_size)
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask must be a boolean tensor, got {_described(mask)}; use mask.bool()")
+            raise TypeError(f"mask must be a boolean tensor, got {_described(mask)}; use torch.as_tensor(mask).bool()")
         if mask.dim() not in (2, 3) or 0 in mask.shape or mask.shape[-2] > mask.shape[-1]:
             raise ValueError(
                 "mask must be (query blocks, key blocks) or (query heads, query blocks, key blocks), with at most as many "

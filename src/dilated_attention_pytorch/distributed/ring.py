@@ -41,7 +41,7 @@ def check_sharding(layout: str | Shards, bucket_size: int | None, transport: str
     """Raise if an option that says how rows travel is not one ``attention`` takes."""
     if not isinstance(layout, Shards):
         check_layout(layout)
-    if bucket_size is not None and (not isinstance(bucket_size, int) or bucket_size < 1):
+    if bucket_size is not None and (isinstance(bucket_size, bool) or not isinstance(bucket_size, int) or bucket_size < 1):
         raise ValueError(f"bucket_size is a number of rows, at least 1, or None, got {bucket_size!r}")
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")

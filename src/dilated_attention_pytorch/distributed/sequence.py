@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dilated_attention_pytorch.checks import check_is_order
 from dilated_attention_pytorch.distributed.shards import Shards
 from dilated_attention_pytorch.distributed.transport import resolve_group
-from dilated_attention_pytorch.orders import Order
+from dilated_attention_pytorch.orders import Order, check_dim
 
 
 def rows_of(shards: Shards, rank: int, device: torch.device) -> Tensor:
@@ -36,6 +36,7 @@ def shard_sequence(
     With an ``order`` they are those rows of ``order.permute(x, dim)``: a model that orders its embeddings so, once, passes
     the same order to every ``attention(..., group=group, order=order)`` and to ``gather_sequence``.
     """
+    check_dim(x, dim)
     group = resolve_group(group)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     rows = rows_of(Shards.even(x.shape[dim], world, layout), rank, x.device)
@@ -89,6 +90,7 @@ def gather_sequence(
     Differentiable: a shard's gradient is the sum over what all ranks do with it, so a loss that every rank computes from
     the whole sequence has to be divided by the number of ranks.
     """
+    check_dim(x, dim)
     if order is not None:
         check_is_order(order)
     whole: Tensor = _Gather.apply(x, resolve_group(group), layout, dim % x.dim())  # type: ignore[no-untyped-call]

@@ -62,7 +62,10 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
             f"named {names}; pass mesh['name']"
         )
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {group!r} (this rank may not be a member)")
+        raise TypeError(
+            f"group must be a ProcessGroup or a DeviceMesh, got {group!r}; call init_process_group() first, on "
+            "a rank that is a member"
+        )
     return group
 
 

@@ -222,6 +222,8 @@ class ProjectedAttention(nn.Module):
 
 def _lengths_from_mask(mask: Tensor, batch: int, keys: int) -> Tensor:
     """The lengths that a ``key_padding_mask`` of suffixes describes."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"key_padding_mask must be a torch.Tensor, got {type(mask).__name__}; use torch.tensor(mask)")
     if mask.shape != (batch, keys):
         raise ValueError(f"key_padding_mask must be (batch, keys) = {(batch, keys)}, got {tuple(mask.shape)}")
     if mask.is_floating_point():

@@ -52,7 +52,7 @@ class ShardedModule(OrderedModule):
         group = dist.group.WORLD if self.group is None else self.group
         if group is None:
             raise RuntimeError(
-                f"{type(self).__name__} needs a process group: start with torchrun and call "
+                "a sequence that is sharded over ranks needs a process group: start with torchrun and call "
                 f"torch.distributed.init_process_group(), or use {alone} on one device"
             )
         return {
