@@ -78,6 +78,8 @@ def prepare_blocks(
 def _choose(backend: str, request: Request, block_size: int, n: int, m: int) -> str:
     # Reasons are put into words only where they are raised: compilers cannot format lengths that they do not know.
     more = hopper.why_not_blocks(block_size, n, m) if backend == "hopper" else []
+    if more:
+        more = hopper.why_not(request) + more
     if backend == "triton" and request.ordered:  # its kernels for dilated patterns can
         more = [ORDER_REASON]
     if more:
