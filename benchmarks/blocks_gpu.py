@@ -67,8 +67,8 @@ SETTINGS |= {f"random 128k D={d}": Setting(2**17, 16, d, 0.1, dense=True) for d 
 
 
 @cache
-def compiled_flex(heads: int, head_dim: int, masked: bool) -> Callable:
-    """One compilation for all masks of a shape."""
+def compiled_flex(_kind: tuple[int, int, bool]) -> Callable:
+    """One compilation for all masks of a kind: heads, head size, and whether the mask is evaluated inside."""
     return torch.compile(flex_attention.flex_attention, dynamic=False)
 
 
@@ -79,7 +79,7 @@ def flex_call(s: Setting) -> Runs:
     indices = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)[None, None]
     empty = (torch.zeros_like(counts), torch.zeros_like(indices))
     block_mask = flex_attention.BlockMask.from_kv_blocks(*empty, counts, indices, BLOCK_SIZE=BLOCK)
-    run = compiled_flex(s.heads, s.head_dim, False)
+    run = compiled_flex((s.heads, s.head_dim, False))
     return lambda *x: run(*(y.transpose(1, 2) for y in x), block_mask=block_mask).transpose(1, 2)
 
 
@@ -98,7 +98,7 @@ def masked_flex_call(s: Setting) -> Runs:
     counts = mask.sum(-1, dtype=torch.int32)[None, None]
     indices = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)[None, None]
     block_mask = flex_attention.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=BLOCK, mask_mod=function)
-    run = compiled_flex(s.heads, s.head_dim, True)
+    run = compiled_flex((s.heads, s.head_dim, True))
     return lambda *x: run(*(y.transpose(1, 2) for y in x), block_mask=block_mask).transpose(1, 2)
 
 

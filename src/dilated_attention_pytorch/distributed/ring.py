@@ -261,7 +261,7 @@ def ring_attention(
         kernel=kernel,
         comm_dtype=accumulate_dtype(query.dtype) if comm_dtype is None else comm_dtype,
     )
-    detached = mixing_gradient == "detached" and len(getattr(pattern, "branches", ())) > 1
+    detached = mixing_gradient == "detached" and isinstance(pattern, Dilated) and len(pattern.branches) > 1
     fused = _fused(backend, request, pattern, shards, detached)
     if isinstance(pattern, BlockSparse):
         pattern.check_call(batch, shards.length, shards.length, heads, is_causal=is_causal, packed=cu_seqlens is not None)
