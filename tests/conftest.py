@@ -12,6 +12,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Processes side by side, each with a thread per core, spend their time waiting for one another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
 
