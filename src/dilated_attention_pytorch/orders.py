@@ -93,6 +93,7 @@ class Order:
             places = torch.empty_like(positions).scatter_(-1, positions, every)
         # Both directions at once: made when first needed, a tracer could leave one of its stand-ins here.
         self._positions, self._places = positions, places
+        # "{}" stands for the size: written out here, compilers would make a program for each size.
         self._description = description
         self._fingerprint: str | None = None
 
@@ -125,7 +126,7 @@ class Order:
                 f"a permutation of {n} positions holds each of 0 to {n - 1} once, got {int(missing.sum())} of them not at "
                 f"all, for example {example}; p.argsort().argsort() makes ranks of any values"
             )
-        return Order(positions, f"Order.from_permutation({_shape(positions)})")
+        return Order(positions, "Order.from_permutation({})")
 
     @property
     def positions(self) -> Tensor:
@@ -231,7 +232,7 @@ class Order:
     __hash__ = None  # type: ignore[assignment]  # equality reads the positions
 
     def __repr__(self) -> str:
-        return self._description
+        return self._description.format(_shape(self._positions))
 
 
 def _shape(positions: Tensor) -> str:
@@ -359,4 +360,4 @@ class Hilbert(Order):
         if points.is_complex() or points.dtype == torch.bool:
             raise TypeError(f"coordinates are integers or floating-point numbers, got {points.dtype}")
         positions = hilbert.order_of(points)
-        return Hilbert(positions, f"Hilbert.coordinates({_shape(positions)})")
+        return Hilbert(positions, "Hilbert.coordinates({})")
