@@ -26,9 +26,8 @@ from dilated_attention_pytorch.compactness import perimeters
 ROOT = Path(__file__).parent.parent
 SIDE = 1024
 SEGMENTS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-
-
 TISSUE = "ihc.png"
+THRESHOLDS = range(150, 221, 10)  # other grey levels that one might call background
 
 
 def compactness(points: Tensor, segment: int, pairs: int = 4096) -> dict[str, float]:
@@ -69,11 +68,20 @@ def otsu(grey: Tensor) -> int:
     return int(between.argmax()) + 1
 
 
+def darker(grey: Tensor, threshold: int) -> tuple[Tensor, Tensor]:
+    """The pixels (n, 2) below a grey level, row by row and along a Hilbert curve."""
+    points = (grey < threshold).nonzero()
+    return points, Hilbert.coordinates(points).permute(points, dim=0)
+
+
+def perimeter_ratio(row_major: Tensor, hilbert: Tensor, segment: int = 1024) -> float:
+    return compactness(row_major, segment)["perimeter"] / compactness(hilbert, segment)["perimeter"]
+
+
 def tissue(quick: bool) -> None:
     grey = picture(TISSUE)
     threshold = otsu(grey)
-    points = (grey < threshold).nonzero()  # (n, 2), row by row
-    along = Hilbert.coordinates(points).permute(points, dim=0)
+    points, along = darker(grey, threshold)
     print(f"{TISSUE}: {len(points):,} of {grey.numel():,} pixels are darker than {threshold}")
     rows = compare(along, points, SEGMENTS[:2] if quick else SEGMENTS)
     if quick:
@@ -87,6 +95,7 @@ def tissue(quick: bool) -> None:
         "points": len(points),
         **versions(),
         "compactness": rows,
+        "perimeter_ratio_at_1024_by_threshold": {level: perimeter_ratio(*darker(grey, level)) for level in THRESHOLDS},
     }
     write("orders_tissue.json", result)
     plot_tissue(rows, points, along, tuple(grey.shape))

@@ -63,7 +63,12 @@ def main() -> None:
             rows.append({"case": name, "order": order, "ms": milliseconds(call, 15)})
             print(f"{name:34s} {order:12s} {rows[-1]['ms']:8.3f} ms", flush=True)
     if options.out:
-        report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        report = {
+            "command": "PYTHONPATH=src python3 benchmarks/tile_order.py",
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "rows": rows,
+        }
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -206,6 +206,9 @@ def on_ranks(rank: int, store: str) -> None:
     exec(blocks()[1], names)
     expected = out_and_gradients(per_call(names), names["patches"])
     torch.testing.assert_close(names["whole"], expected[0], rtol=1e-10, atol=1e-10)
+    early, late = ((0, 16), (47, 63)) if rank == 0 else ((16, 32), (32, 47))  # 63 rows, zigzag
+    places = [*range(*early), *range(*late)]
+    assert names["mine"].tolist() == [names["order"].positions.tolist()[place] for place in places]
     compiled = torch.compile(names["sharded"], backend="aot_eager")
     for model in (names["sharded"], copy.deepcopy(names["sharded"]), compiled):
         out, *grads = out_and_gradients(model, names["patches"])

@@ -44,6 +44,7 @@ def test_any_length_is_a_bijection(n, length, world):
     assert torch.equal(positions // length, torch.arange(n) // length)  # segments stay what they were
     whole = positions[: n // length * length].reshape(-1, length)
     assert all(torch.equal(row - row.min(), Hilbert.line(length).positions) for row in whole)
+    assert Hilbert.segments(n, 2**40) == Hilbert.line(n)  # which costs nothing
     rest = positions[n // length * length :]
     assert torch.equal(rest - n // length * length, Hilbert.line(len(rest)).positions)
 
@@ -108,6 +109,12 @@ def test_floating_point_coordinates_are_scaled_by_the_longest_side():
     # A long thin strip: the short axis is not stretched, so the order goes along the strip.
     strip = torch.stack((torch.linspace(0, 1, 100), torch.rand(100) * 1e-6), -1)
     assert Hilbert.coordinates(strip) in (Identity(100), Identity(100).then(Order.from_permutation(range(99, -1, -1))))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16])
+def test_coordinates_of_any_integer_type(dtype):
+    points = torch.randint(0, 128, (50, 3))
+    assert Hilbert.coordinates(points.to(dtype)) == Hilbert.coordinates(points)
 
 
 def test_repeated_coordinates_keep_their_order():
@@ -199,8 +206,11 @@ def test_small_things():
     kept = Order.from_permutation(given_positions)
     given_positions[:] = 0
     assert kept.positions.tolist() == [1, 0]
-    for made in (Identity(4, device="meta"), ZigZag(4, 2, device="meta"), Striped(4, 2, device="meta")):
-        assert made.positions.device.type == "meta"
+    with torch.device("meta"):
+        made = (Identity(6), ZigZag(6, 2), Striped(6, 2), Hilbert.grid(2, 3), Hilbert.line(6), Hilbert.segments(6, 4))
+    for order in (*made, Hilbert.coordinates(torch.rand(6, 2, device="meta")), Hilbert.grid(1, 2, 3, device="meta")):
+        assert order.positions.device.type == order.places.device.type == "meta"
+        assert order.positions.shape == (6,)
 
 
 @pytest.mark.parametrize("order", [Hilbert.grid(4, 5), Order.from_permutation(torch.stack([torch.randperm(20)] * 2))])
@@ -220,8 +230,53 @@ def test_compiled(order):
         for a, e in zip(torch.autograd.grad(out, x, dout), torch.autograd.grad(expected, x, dout), strict=True):
             torch.testing.assert_close(a, e)
     assert counter.frame_count == 1
-    made_inside = torch.compile(lambda x: ZigZag(20, 2).permute(x), fullgraph=True, backend="aot_eager")
-    assert torch.equal(made_inside(x), ZigZag(20, 2).permute(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Identity(x.shape[1]),
+        lambda x: Hilbert.grid(x.shape[1] // 5, 5),
+        lambda x: Hilbert.grid(2, x.shape[1] // 10, 5),
+        lambda x: Hilbert.line(x.shape[1]),
+        lambda x: Hilbert.segments(x.shape[1], 7),
+        lambda x: Hilbert.coordinates(x[..., :2].square()),
+        lambda x: ZigZag(x.shape[1], 3),
+        lambda x: Striped(x.shape[1], 3),
+    ],
+    ids=["identity", "grid", "grid_3d", "line", "segments", "coordinates", "zigzag", "striped"],
+)
+def test_made_inside_a_compiled_function(make):
+    """Without leaving the graph, also when the compiler takes the length for a variable, from the second one on."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: make(x).permute(x.sin()), fullgraph=True, backend="aot_eager")
+    for n in (20, 30, 50):
+        x = torch.randn(2, n, 3, requires_grad=True)
+        dout = torch.randn(2, n, 3)
+        out, expected = compiled(x), make(x.detach()).permute(x.sin())
+        assert torch.equal(out, expected)
+        (dx,), (expected_dx,) = torch.autograd.grad(out, x, dout), torch.autograd.grad(expected, x, dout)
+        torch.testing.assert_close(dx, expected_dx)
+
+
+def test_points_are_checked_inside_a_compiled_function():
+    compiled = torch.compile(lambda x: Hilbert.coordinates(x).positions, fullgraph=True, backend="aot_eager")
+    for n in range(3, 20):  # one program for any number of points
+        assert compiled(torch.arange(n)[:, None].expand(n, 2)).tolist() == list(range(n))
+    with pytest.raises(ValueError, match="must not be negative, got -1 at"):
+        compiled(torch.tensor([[0, 0], [1, 0], [0, -1]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("hilbert_grid", (torch.empty(0), [3, 5])),
+        ("hilbert_line", (torch.empty(0), 7)),
+        ("hilbert_order", (torch.rand(2, 5, 3),)),
+    ],
+)
+def test_operators(name, arguments):
+    torch.library.opcheck(getattr(torch.ops.dilated_attention, name).default, arguments)
 
 
 def test_many_points():
@@ -239,6 +294,8 @@ def square(order, *args, **options):
     [
         (lambda: Hilbert.grid(3), ValueError, "(height, width) or (depth, height, width), got 1 sizes: (3,)"),
         (lambda: Hilbert.grid(3, 3, 3, 3), ValueError, "got 4 sizes"),
+        (lambda: Hilbert.grid((3, 3)), ValueError, "got 1 sizes: ((3, 3),); a tuple of them is"),
+        (lambda: Hilbert.grid(1, 2**31 + 1), ValueError, "width must be at most 2**31, got 2147483649; Hilbert.line(n)"),
         (lambda: Hilbert.grid(3, -1), ValueError, "width must be at least 0, got -1"),
         (lambda: Hilbert.grid(3.0, 1), TypeError, "height must be an integer, got 3.0"),
         (lambda: Hilbert.grid(True, 1), TypeError, "height must be an integer, got True"),

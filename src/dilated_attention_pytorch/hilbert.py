@@ -7,13 +7,22 @@ of the one of ``bits`` levels, turned and moved.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from math import prod
+from math import isqrt, prod
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.ops import define_operator
+
 Device = torch.device | str | None
+
+# Coordinates on a grid are int32.
+LONGEST_SIDE = 2**31
+
+# Of the longest side of floating-point coordinates: finer than any image, and 3-D codes still fit 63 bits.
+_FLOAT_BITS = 21
 
 
 def most_bits(dims: int) -> int:
@@ -140,3 +149,62 @@ def grid(shape: tuple[int, ...], device: Device) -> Tensor:
         if size % (1 << leaf_bits):
             inside = coordinate < size if inside is None else inside.logical_and_(coordinate < size)
     return numbers.flatten() if inside is None else numbers[inside]
+
+
+def _cells(coords: Tensor) -> tuple[Tensor, int]:
+    """Coordinates as cells (..., dims) of a cube of side ``2**bits``, the largest of each sample in its upper half."""
+    # Comparisons of unsigned and 8-bit floating-point types do not exist.
+    exact = coords.to(torch.float64 if coords.is_floating_point() else torch.int64)
+    if coords.numel() == 0:
+        return exact.to(torch.int64), 1
+    if not bool(exact.isfinite().all()):
+        bad = (~exact.isfinite()).nonzero()[0].tolist()
+        raise ValueError(f"coordinates must be finite, got {coords[tuple(bad)].item()} at {bad}; drop such points first")
+    if bool((exact < 0).any()):
+        bad = (exact < 0).nonzero()[0].tolist()
+        raise ValueError(
+            f"coordinates must not be negative, got {coords[tuple(bad)].item()} at {bad}; subtract the smallest of each "
+            "axis first"
+        )
+    if coords.is_floating_point():
+        low, high = exact.amin(-2, keepdim=True), exact.amax(-2, keepdim=True)
+        longest = (high - low).amax(-1, keepdim=True)
+        last = 2**_FLOAT_BITS - 1
+        scaled = (exact - low) / longest.masked_fill(longest == 0, 1.0) * last
+        return scaled.to(torch.int64).clamp_(max=last), _FLOAT_BITS
+    # Each sample's own number of bits: its points are ordered as they would be alone.
+    largest = exact.amax((-2, -1), keepdim=True)
+    own_bits = torch.frexp(largest.to(torch.float64)).exponent.clamp(min=1)
+    dims, bits = exact.shape[-1], int(own_bits.max())
+    most = most_bits(dims)
+    if bits > most:
+        raise ValueError(
+            f"integer coordinates in {dims}-D must be below 2**{most}, got {int(largest.max())}; subtract the smallest of "
+            "each axis, or pass floating-point coordinates, which are scaled"
+        )
+    return exact << (bits - own_bits), bits
+
+
+# Operators, so that compilers see one opaque node: which blocks touch a grid and what is wrong with points depends on data.
+# ``on`` is a tensor on the device of the result.
+
+
+def _grid_of(on: Tensor, shape: Sequence[int]) -> Tensor:
+    return grid(tuple(shape), on.device)
+
+
+def _line_of(on: Tensor, n: int) -> Tensor:
+    side = 1 + isqrt(n - 1) if n else 0
+    positions = grid((side, side), on.device)
+    return positions if n == side * side else positions[positions < n]
+
+
+def _order_of(coords: Tensor) -> Tensor:
+    return codes(*_cells(coords)).argsort(dim=-1, stable=True)
+
+
+grid_of = define_operator("hilbert_grid", _grid_of, lambda on, shape: on.new_empty(prod(shape), dtype=torch.int64))
+line_of = define_operator("hilbert_line", _line_of, lambda on, n: on.new_empty(n, dtype=torch.int64))
+order_of = define_operator(
+    "hilbert_order", _order_of, lambda coords: coords.new_empty(coords.shape[:-1], dtype=torch.int64)
+)

@@ -11,7 +11,6 @@ import copy
 import ctypes
 import hashlib
 from collections.abc import Sequence
-from math import isqrt
 from typing import Any
 
 import torch
@@ -19,9 +18,6 @@ from torch import Tensor
 
 from dilated_attention_pytorch import hilbert
 from dilated_attention_pytorch.hilbert import Device
-
-# Of the longest side of floating-point coordinates: finer than any image, and 3-D codes still fit 63 bits.
-_FLOAT_BITS = 21
 
 
 def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
@@ -97,6 +93,7 @@ class Order:
             places = torch.empty_like(positions).scatter_(-1, positions, every)
         # Both directions at once: made when first needed, a tracer could leave one of its stand-ins here.
         self._positions, self._places = positions, places
+        # "{}" stands for the size: written out here, compilers would make a program for each size.
         self._description = description
         self._fingerprint: str | None = None
 
@@ -129,7 +126,7 @@ class Order:
                 f"a permutation of {n} positions holds each of 0 to {n - 1} once, got {int(missing.sum())} of them not at "
                 f"all, for example {example}; p.argsort().argsort() makes ranks of any values"
             )
-        return Order(positions, f"Order.from_permutation({_shape(positions)})")
+        return Order(positions, "Order.from_permutation({})")
 
     @property
     def positions(self) -> Tensor:
@@ -235,7 +232,7 @@ class Order:
     __hash__ = None  # type: ignore[assignment]  # equality reads the positions
 
     def __repr__(self) -> str:
-        return self._description
+        return self._description.format(_shape(self._positions))
 
 
 def _shape(positions: Tensor) -> str:
@@ -248,6 +245,11 @@ def _check_size(name: str, value: int, least: int = 0) -> None:
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _on(device: Device) -> Tensor:
+    """An empty tensor where the order shall lie: the default device if None."""
+    return torch.empty(0, device=device)
 
 
 class Identity(Order):
@@ -306,16 +308,21 @@ class Hilbert(Order):
         The curve is that of the enclosing power of two; points outside the grid are left out.
         """
         if len(shape) not in (2, 3):
-            raise ValueError(f"a grid is (height, width) or (depth, height, width), got {len(shape)} sizes: {shape}")
+            raise ValueError(
+                f"a grid is (height, width) or (depth, height, width), got {len(shape)} sizes: {shape}; a tuple of them is "
+                "passed as Hilbert.grid(*shape)"
+            )
         for name, size in zip(("depth", "height", "width")[-len(shape) :], shape, strict=True):
             _check_size(name, size)
-        return Hilbert(hilbert.grid(shape, device), f"Hilbert.grid({', '.join(map(str, shape))})")
+            if size > hilbert.LONGEST_SIDE:
+                raise ValueError(f"{name} must be at most 2**31, got {size}; Hilbert.line(n) lays a sequence on a square")
+        return Hilbert(hilbert.grid_of(_on(device), shape), f"Hilbert.grid{shape}")
 
     @staticmethod
     def line(n: int, *, device: Device = None) -> Hilbert:
         """A sequence laid row by row on the smallest square that holds it."""
         _check_size("n", n)
-        return Hilbert(_line(n, device), f"Hilbert.line({n})")
+        return Hilbert(hilbert.line_of(_on(device), n), f"Hilbert.line({n})")
 
     @staticmethod
     def segments(n: int, length: int, *, device: Device = None) -> Hilbert:
@@ -326,10 +333,12 @@ class Hilbert(Order):
         """
         _check_size("n", n)
         _check_size("length", length, least=1)
-        whole = n // length
-        starts = torch.arange(whole, device=device).unsqueeze(1) * length
-        parts = ((starts + _line(length, device)).flatten(), whole * length + _line(n - whole * length, device))
-        return Hilbert(torch.cat(parts) if whole else parts[1], f"Hilbert.segments({n}, {length})")
+        whole, on = n // length, _on(device)
+        positions = whole * length + hilbert.line_of(on, n - whole * length)
+        if whole:  # a length beyond the sequence costs nothing
+            starts = torch.arange(whole, device=device).unsqueeze(1) * length
+            positions = torch.cat(((starts + hilbert.line_of(on, length)).flatten(), positions))
+        return Hilbert(positions, f"Hilbert.segments({n}, {length})")
 
     @staticmethod
     def coordinates(coords: Tensor, *, device: Device = None) -> Hilbert:
@@ -343,52 +352,12 @@ class Hilbert(Order):
         >>> Hilbert.coordinates(torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1], [0, 0]])).positions
         tensor([0, 4, 2, 3, 1])
         """
-        cells, bits = _cells(torch.as_tensor(coords, device=device))
-        positions = hilbert.codes(cells, bits).argsort(dim=-1, stable=True)
-        return Hilbert(positions, f"Hilbert.coordinates({_shape(positions)})")
-
-
-def _line(n: int, device: Device) -> Tensor:
-    side = 1 + isqrt(n - 1) if n else 0
-    positions = hilbert.grid((side, side), device)
-    return positions if n == side * side else positions[positions < n]
-
-
-def _cells(coords: Tensor) -> tuple[Tensor, int]:
-    """Coordinates as cells (..., dims) of a cube of side ``2**bits``, the largest of each sample in its upper half."""
-    if coords.dim() not in (2, 3) or coords.shape[-1] not in (2, 3):
-        raise ValueError(
-            f"coordinates must be (n, 2), (n, 3), (batch, n, 2) or (batch, n, 3), got shape {tuple(coords.shape)}"
-        )
-    if coords.is_complex() or coords.dtype == torch.bool:
-        raise TypeError(f"coordinates are integers or floating-point numbers, got {coords.dtype}")
-    if coords.numel() == 0:
-        return coords.to(torch.int64), 1
-    if coords.is_floating_point() and not bool(coords.isfinite().all()):
-        bad = (~coords.isfinite()).nonzero()[0].tolist()
-        raise ValueError(f"coordinates must be finite, got {coords[tuple(bad)].item()} at {bad}; drop such points first")
-    if bool((coords < 0).any()):
-        bad = (coords < 0).nonzero()[0].tolist()
-        raise ValueError(
-            f"coordinates must not be negative, got {coords[tuple(bad)].item()} at {bad}; subtract the smallest of each "
-            "axis first"
-        )
-    if coords.is_floating_point():
-        exact = coords.to(torch.float64)
-        low, high = exact.amin(-2, keepdim=True), exact.amax(-2, keepdim=True)
-        longest = (high - low).amax(-1, keepdim=True)
-        last = 2**_FLOAT_BITS - 1
-        scaled = (exact - low) / longest.masked_fill(longest == 0, 1.0) * last
-        return scaled.to(torch.int64).clamp_(max=last), _FLOAT_BITS
-    cells = coords.to(torch.int64)
-    # Each sample's own number of bits: its points are ordered as they would be alone.
-    largest = cells.amax((-2, -1), keepdim=True)
-    own_bits = torch.frexp(largest.to(torch.float64)).exponent.clamp(min=1)
-    dims, bits = cells.shape[-1], int(own_bits.max())
-    most = hilbert.most_bits(dims)
-    if bits > most:
-        raise ValueError(
-            f"integer coordinates in {dims}-D must be below 2**{most}, got {int(largest.max())}; subtract the smallest of "
-            "each axis, or pass floating-point coordinates, which are scaled"
-        )
-    return cells << (bits - own_bits), bits
+        points = torch.as_tensor(coords, device=device).detach()
+        if points.dim() not in (2, 3) or points.shape[-1] not in (2, 3):
+            raise ValueError(
+                f"coordinates must be (n, 2), (n, 3), (batch, n, 2) or (batch, n, 3), got shape {tuple(points.shape)}"
+            )
+        if points.is_complex() or points.dtype == torch.bool:
+            raise TypeError(f"coordinates are integers or floating-point numbers, got {points.dtype}")
+        positions = hilbert.order_of(points)
+        return Hilbert(positions, "Hilbert.coordinates({})")
