@@ -179,9 +179,7 @@ def ring_attention(
         fused = local.fused_backend(backend, request, pattern, layout, detached=detached)
         wire = Wire(group, query.device)
     except (ValueError, TypeError, NotImplementedError) as mistake:
-        # Ranks that know all lengths may not be listening.
-        if world > 1 and not isinstance(layout, Shards):
-            refuse(group, mistake)
+        refuse(group, layout, mistake)
         raise
     query, key, value = map(rows_contiguous, (query, key, value))
     (batch, n, heads, head_dim), key_heads = query.shape, key.shape[2]
