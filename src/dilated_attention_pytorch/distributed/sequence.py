@@ -103,15 +103,16 @@ def gather_sequence(
     Differentiable: a shard's gradient is the sum over what all ranks do with it, so a loss that every rank computes from
     the whole sequence has to be divided by the number of ranks.
     """
-    group = resolve_group(group)
     try:
         check_dim(x, dim)
         check_layout(layout)
         if order is not None:
             check_is_order(order)
     except (ValueError, TypeError) as mistake:
-        refuse(group, layout, mistake)
+        if group is not None:
+            refuse(group, layout, mistake)
         raise
+    group = resolve_group(group)
     dim %= x.dim()
     every = [x.shape[dim]]
     if dist.get_world_size(group) > 1:
