@@ -1,13 +1,15 @@
 """Several ranks on one GPU, over gloo and pinned host memory: time, copies, and the difference from one rank.
 
-    PYTHONPATH=src python3 benchmarks/ring_gpu.py [--tokens 262144 1048576] [--ranks 2 4] [--mps] [--out FILE]
+    PYTHONPATH=src python3 benchmarks/ring_gpu.py [--tokens 262144 1048576] [--ranks 2 4] [--backend auto] [--mps]
+        [--out FILE]
 
 ``single`` is the same work by one rank of a group of one, which communicates nothing; ``alone`` the same call without a
-group, whose partial results are merged by one kernel at the end. ``copies`` is the time of all
-messages of a forward and a backward without any computation. Ranks of one GPU share its time, so at best ``seconds`` is
-``single``. With ``--mps`` they share it by CUDA's multi-process service, whose daemon is started for the run; without, the
-driver gives each process the whole GPU in turns. ``difference`` is the largest relative one of out, dq, dk and dv from
-``single``, over sampled rows. Times are the median of three calls, or of one that takes seconds.
+group, by the kernels that serve one device best. ``copies`` is the time of all messages of a forward and a backward without
+any computation. Ranks of one GPU share its time, so at best ``seconds`` is ``alone``; the table has the ratio to each of
+them with the copies added. With ``--mps`` ranks share the GPU by CUDA's multi-process service, whose daemon is started for
+the run; without, the driver gives each process the whole GPU in turns. ``difference`` is the largest relative one of out,
+dq, dk and dv from ``single``, over sampled rows. Times are the median of three calls after one that is not counted; where
+calls take a second, of one, and where they take several, the first. Copies, and ``alone`` of one branch, are timed once.
 """
 
 from __future__ import annotations
@@ -66,6 +68,11 @@ def timed(call, world: int) -> tuple[float, list[torch.Tensor]]:
     return time.perf_counter() - start, result
 
 
+def median(runs: list[tuple[float, list[torch.Tensor]]]) -> tuple[float, list[torch.Tensor]]:
+    """The middle one by time, and its result."""
+    return sorted(runs, key=lambda run: run[0])[len(runs) // 2]
+
+
 def copies(pattern: Dilated, shards: Shards, rank: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """The messages of a forward and of a backward, and nothing else."""
     route = make_route(
@@ -82,7 +89,7 @@ def copies(pattern: Dilated, shards: Shards, rank: int, key: torch.Tensor, value
     exchange.finish(dk, dv)
 
 
-def work(rank: int, world: int, folder: str, lengths: list[int]) -> None:
+def work(rank: int, world: int, folder: str, lengths: list[int], backend: str) -> None:
     timeout = timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world, timeout=timeout)
     found = []
@@ -91,7 +98,7 @@ def work(rank: int, world: int, folder: str, lengths: list[int]) -> None:
         (mine,) = shards.chunks[rank]
         q, k, v, dout = (x[:, mine.start : mine.stop].clone() for x in whole(n))
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        options = {"backend": "sdpa", "group": dist.group.WORLD, "transport": "ring"}
+        options = {"backend": backend, "group": dist.group.WORLD, "transport": "ring"}
         # Sampled over the whole sequence; a rank keeps its own.
         sample = torch.linspace(0, n - 1, SAMPLES).long()
         rows = sample[(sample >= mine.start) & (sample < mine.stop)] - mine.start
@@ -101,20 +108,24 @@ def work(rank: int, world: int, folder: str, lengths: list[int]) -> None:
                 out = attention(*inputs, pattern, **options)
                 return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
-            if n < 2**20 or name != "w = N, r = 1":  # which takes seconds, so that its first call is as good as the second
+            # Dense rows of the longest segment, which say how long a call takes: above half a million it is seconds, and
+            # the first call is as good as the second.
+            dense_rows = 0 if name == LONGNET else n // pattern.dilation_rates[0]
+            warm_up = dense_rows < 2**19
+            if warm_up:
                 call()
             repeats = 1 if n >= 2**20 and name != LONGNET else 3
-            runs = [timed(call, world) for _ in range(repeats)]
-            result, seconds = runs[-1][1], sorted(seconds for seconds, _ in runs)[repeats // 2]
-            del runs
+            seconds, result = median([timed(call, world) for _ in range(repeats)])
             row = {"tokens": n, "ranks": world, "number": number, "setting": name, "seconds": seconds}
-            if world == 1 and (n < 2**20 or name == LONGNET):
-                alone = partial(call, options={"backend": "sdpa"})
-                alone()
-                row["alone_seconds"], _ = timed(alone, world)
+            if world == 1:
+                alone = partial(call, options={"backend": backend})
+                if warm_up:
+                    alone()
+                row["alone_seconds"], _ = median([timed(alone, world) for _ in range(3 if name == LONGNET else 1)])
             if world > 1:
                 arguments = (pattern, shards, rank, k.detach(), v.detach())
-                copies(*arguments)
+                if warm_up:
+                    copies(*arguments)
                 row["copy_seconds"], _ = timed(lambda arguments=arguments: copies(*arguments), world)
             found.append(row)
             torch.save([x[0, rows.to(GPU)].float().cpu() for x in result], f"{folder}/{world}.{rank}.{n}.{number}.pt")
@@ -135,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2**18, 2**20])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--backend", default="auto", help="of attention, with and without a group")
     parser.add_argument("--mps", action="store_true", help="share the GPU by CUDA's multi-process service")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -144,7 +156,7 @@ def main() -> None:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
     with tempfile.TemporaryDirectory() as folder:
         for world in (1, *options.ranks):
-            mp.spawn(work, (world, folder, options.tokens), nprocs=world)
+            mp.spawn(work, (world, folder, options.tokens, options.backend), nprocs=world)
             table += json.loads(Path(folder, f"{world}.json").read_text())
         by_name = {(row["tokens"], row["ranks"], row["setting"]): row for row in table}
         for row in table:
@@ -153,27 +165,32 @@ def main() -> None:
             row["times_faster_than_dilation_1"] = dense["seconds"] / row["seconds"]
             if row["ranks"] > 1:
                 row["single_seconds"] = single["seconds"]
+                row["alone_seconds"] = single["alone_seconds"]
                 row["over_single_and_copies"] = row["seconds"] / (single["seconds"] + row["copy_seconds"])
+                row["over_alone_and_copies"] = row["seconds"] / (single["alone_seconds"] + row["copy_seconds"])
                 pairs = zip(rows_of(folder, row, row["ranks"]), rows_of(folder, row, 1), strict=True)
                 row["differences"] = [float((a - e).norm() / e.norm()) for a, e in pairs]
     if options.mps:
         subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=True)
-    print("| tokens | ranks | setting | seconds | x dilation 1 | single | copies | over both | difference |")
+    names = "tokens, ranks, setting, seconds, x dilation 1, single, alone, copies, over single, over alone, difference"
+    print("| " + " | ".join(names.split(", ")) + " |\n|" + " --- |" * len(names.split(", ")))
     for row in table:
-        shown = f"| {row['tokens']:,} | {row['ranks']} | {row['setting']} | {row['seconds']:.3f} | "
-        shown += f"{row['times_faster_than_dilation_1']:.1f} | "
-        if "alone_seconds" in row:
-            shown += f"alone {row['alone_seconds']:.3f} |"
-        if row["ranks"] > 1:
-            shown += f"{row['single_seconds']:.3f} | {row['copy_seconds']:.3f} | {row['over_single_and_copies']:.2f} | "
-            shown += f"{max(row['differences']):.1e} |"
+        shown = [f"{row['tokens']:,}", row["ranks"], row["setting"], f"{row['seconds']:.4f}"]
+        shown += [f"{row['times_faster_than_dilation_1']:.1f}"]
+        if row["ranks"] == 1:
+            shown += [f"{row['seconds']:.4f}", f"{row['alone_seconds']:.4f}", *[""] * 4]
+        else:
+            shown += [f"{row[name]:.4f}" for name in ("single_seconds", "alone_seconds", "copy_seconds")]
+            shown += [f"{row[name]:.2f}" for name in ("over_single_and_copies", "over_alone_and_copies")]
+            shown += [f"{max(row['differences']):.1e}"]
             # Two roundings to bfloat16 of the same numbers.
             assert max(row["differences"]) < 2e-2, row
-        print(shown)
+        print("| " + " | ".join(map(str, shown)) + " |")
     if options.out is not None:
         machine = {
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
+            "backend": options.backend,
             "mps": options.mps,
             "gloo": os.environ["GLOO_SOCKET_IFNAME"],
         }

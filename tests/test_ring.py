@@ -17,7 +17,14 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention_pytorch import BlockSparse, Dilated, MultiheadDilatedAttention, RingDilatedAttention, attention
+from dilated_attention_pytorch import (
+    BlockSparse,
+    Dilated,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+    attention,
+    dilated_attention,
+)
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence, transport
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
 from dilated_attention_pytorch.distributed.sequence import rows_of
@@ -311,6 +318,8 @@ def check_modules(group) -> None:
     parts = [shard_sequence(x, group, layout="zigzag") for x in q]
     whole = gather_sequence(module(*parts, is_causal=True), group, layout="zigzag")
     torch.testing.assert_close(whole, attention(*q, module.pattern, is_causal=True), rtol=1e-10, atol=1e-10)
+    part = dilated_attention(*parts, [16, 64], [1, 2], is_causal=True, group=group, layout="zigzag")
+    torch.testing.assert_close(gather_sequence(part, group, layout="zigzag"), whole, rtol=1e-10, atol=1e-10)
     # A seed that nobody gave is the first rank's; it is drawn again every time.
     dropping = RingDilatedAttention([16, 64], [1, 2], attention_dropout=0.5)
     parts = [shard_sequence(x, group) for x in q]

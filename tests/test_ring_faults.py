@@ -12,8 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dilated_attention_pytorch import Dilated, attention
-from dilated_attention_pytorch.distributed import Shards, local_device, shard_sequence
+from dilated_attention_pytorch import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingDistributedDilatedAttention,
+    Dilated,
+    Hilbert,
+    MultiheadDilatedAttention,
+    attention,
+)
+from dilated_attention_pytorch.distributed import Shards, gather_sequence, local_device, shard_sequence
 from dilated_attention_pytorch.distributed.agreement import Facts, differences
 from dilated_attention_pytorch.distributed.transport import Wire, failure
 
@@ -101,6 +108,61 @@ def check_mistakes(rank: int) -> None:
     )
 
 
+def check_modules(group) -> None:
+    """What a module refuses, or cannot project, before it attends: the others are told, by whichever module."""
+    rank, x = dist.get_rank(group), torch.randn(2, 4, 16)
+    options = {"embed_dim": 16, "num_heads": 2, "segment_lengths": [8, 64], "dilation_rates": [1, 2], "group": group}
+    dilated, tiered = MultiheadDilatedAttention(**options), BlockSparseRingDistributedDilatedAttention(**options)
+    compiled = torch.compile(dilated, backend="eager")
+    mask = torch.zeros(2, 4, dtype=torch.bool)
+    for module in (dilated, tiered, compiled)[: dist.get_world_size(group)]:
+        for error, message, wrong, more in (
+            (ValueError, r"query must be \(batch, sequence, 16\), .* got \(2, 4, 15\)", x[..., 1:], {}),
+            (ValueError, r"query must be .* got \(1, 2, 4, 16\)", x[None], {}),
+            (TypeError, "query must be a torch.Tensor, got list", [1.0], {}),
+            (RuntimeError, "dtype", x.double(), {}),
+            (ValueError, "attn_mask is not supported", x, {"attn_mask": mask}),
+            (ValueError, "key_padding_mask needs the whole sequence", x, {"key_padding_mask": mask}),
+            (ValueError, "need_weights=True needs the whole sequence", x, {"need_weights": True}),
+        ):
+            if module is compiled and error is RuntimeError:
+                continue  # torch.compile raises it while it traces: no code of the module runs
+            if rank == 1:
+                with pytest.raises(error, match=message):
+                    module(wrong, wrong, wrong, **more)
+            else:
+                with pytest.raises(ValueError, match=f"(?s)^rank 1 refused its arguments: .*{message}"):
+                    module(x, x, x)
+        # What only a comparison shows is the same error on every rank; and the group works on.
+        with pytest.raises(ValueError, match="these differ:\n  batch: 2 on rank"):
+            module(*[x[:1] if rank == 1 else x] * 3)
+        assert module(x, x, x)[0].shape == x.shape
+    sparse = BlockSparseRingDilatedAttention([8, 64], [1, 2], group=group)
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="value without key"):
+        sparse(q, None, q if rank == 1 else None)
+    # Ranks that make different calls.
+    with pytest.raises(ValueError, match="must make the same call, got a pattern by rank on rank 0, attention on rank"):
+        (tiered if rank == 0 else dilated)(x, x, x)
+
+
+def check_gathering(group) -> None:
+    """Tensors that do not go together are named; collectives would end the process."""
+    rank, x = dist.get_rank(group), torch.randn(2, 4, 6)
+    for message, wrong, options in (
+        (r"other_dims: \(2, 6\) on rank.*, \(2, 5\) on rank 1", x[..., 1:], {}),
+        ("dtype: 'torch.float32' on .*, 'torch.float64' on rank 1", x.double(), {}),
+        ("requires_grad: False on .*, True on rank 1", x.clone().requires_grad_(), {}),
+        ("layout: 'contiguous' on .*, 'zigzag' on rank 1", x, {"layout": "zigzag"}),
+        ("order: None on .*, '12 positions, .*' on rank 1", x, {"order": Hilbert.line(12)}),
+    ):
+        with pytest.raises(ValueError, match=f"these differ:\n  {message}"):
+            gather_sequence(*(wrong, group) if rank == 1 else (x, group), **options if rank == 1 else {})
+    with pytest.raises(ValueError, match="dim must be one of the 3 dimensions"):
+        gather_sequence(x, group, dim=3 if rank == 1 else 1)
+    assert gather_sequence(x, group).shape == (2, 4 * dist.get_world_size(group), 6)
+
+
 def check_known_shards(rank: int) -> None:
     """Ranks that know all lengths compare their arguments once; a group of one never does."""
     alone = [dist.new_group([p]) for p in range(WORLD)][rank]
@@ -150,6 +212,10 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     init(f"{folder}/first", rank, WORLD, 60)
     check_mistakes(rank)
+    pair = dist.new_group([0, 1])
+    for group in [dist.group.WORLD] + [pair] * (rank < 2):
+        check_modules(group)
+        check_gathering(group)
     check_known_shards(rank)
     check_call(WORLD)  # the group works on after mistakes
     dist.destroy_process_group()

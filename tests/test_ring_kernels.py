@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dilated_attention_pytorch import Dilated, attention
+from dilated_attention_pytorch import BlockSparse, Dilated, attention, backends, explain
+from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.distributed import Shards, local, simulate_ring
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
@@ -48,6 +52,41 @@ def check(case, rank: int) -> None:
         torch.testing.assert_close(a.double(), part, rtol=2e-5, atol=5e-6, msg=lambda m, name=name: f"{case} {name}: {m}")
 
 
+def on_a_hopper_gpu(patch: pytest.MonkeyPatch) -> list[str]:
+    """As if this were one, with Triton's kernels in the place of Hopper's; the backends that are launched."""
+    launched, plain_why_not, plain_run = [], backends.why_not, local._run
+
+    def run(backend):
+        launched.append(backend)
+        return plain_run("triton")
+
+    patch.setattr(backends, "why_not", lambda name, request: [] if name == "hopper" else plain_why_not(name, request))
+    patch.setattr(local, "_run", run)
+    return launched
+
+
+def check_auto(rank: int) -> None:
+    """Several branches: own rows go through the kernels, others do not; one branch and zigzag shards: none do."""
+    whole = torch.randn(3, 1, 96, 2, 16, generator=torch.Generator().manual_seed(1))
+    group, own = dist.group.WORLD, slice(32 * rank, 32 * rank + 32)
+    with pytest.MonkeyPatch.context() as patch:
+        launched = on_a_hopper_gpu(patch)
+        for pattern, layout, fused in (
+            (Dilated([16, 96], [1, 2]), "contiguous", True),
+            (Dilated([16, 96], [1, 2]), Shards.of([32] * 3, "contiguous"), True),
+            (Dilated([96], [2]), "contiguous", False),
+            (Dilated([16, 96], [1, 2]), "zigzag", False),
+        ):
+            q, k, v = (x[:, own].clone().requires_grad_() for x in whole)
+            out = attention(q, k, v, pattern, group=group, layout=layout, transport="ring")
+            if layout != "zigzag":
+                expected = attention(*whole.double(), pattern, backend="reference")[:, own]
+                torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=5e-6)
+            out.sum().backward()
+            assert launched == ["hopper"] * 2 * fused  # forward and backward
+            launched.clear()
+
+
 def work(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
@@ -57,8 +96,91 @@ def work(rank: int, store: str) -> None:
     for message, bad in (("contiguous shards", {"layout": "zigzag"}), ("dropout", {"dropout_p": 0.1, "seed": 1})):
         with pytest.raises(ValueError, match=message):
             attention(x, x, x, Dilated([4], [1]), group=dist.group.WORLD, backend="triton", **bad)
+    check_auto(rank)
     dist.destroy_process_group()
 
 
 def test_the_same_as_on_one_device(tmp_path):
     mp.spawn(work, (str(tmp_path / "store"),), nprocs=3)
+
+
+def test_what_auto_takes_for_own_rows():
+    """On a Hopper GPU its kernels, for several branches, wherever they can; without one, and if asked for others, none."""
+    request = Request("cuda", (9, 0), torch.bfloat16, 64, 0.0)
+    several, one = Dilated([16, 64], [1, 4]), Dilated([64], [4])
+    blocks = BlockSparse.custom(torch.ones(2, 2, dtype=torch.bool), block_size=128)
+
+    def taken(request=request, pattern=several, layout="contiguous", detached=False, backend="auto"):
+        return local.fused_backend(backend, request, pattern, layout, detached=detached)
+
+    assert taken() == "hopper"
+    assert taken(layout=Shards.of([3, 0, 5], "contiguous")) == "hopper"
+    for pattern in (one, blocks):
+        assert taken(pattern=pattern) is None
+    for layout in ("zigzag", Shards.of([3, 0, 5], "zigzag")):
+        assert taken(layout=layout) is None
+    assert taken(detached=True) is None
+    for other in (
+        {"device": "cpu", "capability": (0, 0)}, {"capability": (8, 0)}, {"capability": (10, 0)}, {"dtype": torch.float32},
+        {"head_dim": 256}, {"head_dim": 20}, {"dropout_p": 0.1}, {"ordered": True},
+    ):  # fmt: skip
+        assert taken(replace(request, **other)) is None
+    # Asked for by name, one branch as well; the others are asked for tiles.
+    assert taken(pattern=one, backend="hopper") == "hopper"
+    assert {taken(backend=name) for name in ("sdpa", "eager")} == {None}
+    with pytest.raises(
+        ValueError, match=r"cannot serve this call:\n.*got torch.float32\n.*got the zigzag layout\n  detached mixing"
+    ):
+        taken(replace(request, dtype=torch.float32), layout="zigzag", detached=True, backend="hopper")
+
+
+def test_what_explain_and_the_simulation_say(monkeypatch):
+    x = torch.randn(1, 96, 2, 16)
+    several = Dilated([16, 96], [1, 2])
+    told = explain(x, x, x, several, world_size=2)
+    assert (told.sharding.own_rows, told.sharding.other_rows) == ("sdpa", "sdpa")
+    assert explain(x, x, x, several, world_size=2, dropout_p=0.1).sharding.own_rows == "eager"
+    with pytest.raises(ValueError, match="needs whole sequences"):
+        explain(x, x, x, several, world_size=2, backend="reference")
+    expected, _, _ = simulate_ring(x, x, x, several, 3)
+    launched = on_a_hopper_gpu(monkeypatch)
+    told = explain(x, x, x, several, world_size=2)
+    assert "own rows  hopper; rows of others sdpa" in str(told)
+    assert explain(x, x, x, several, world_size=2, layout="zigzag").sharding.own_rows == "sdpa"
+    assert explain(x, x, x, Dilated([96], [2]), world_size=2).sharding.own_rows == "sdpa"
+    exchanged = explain(x, x, x, Dilated([96], [1]), world_size=2, backend="eager").sharding
+    assert exchanged.own_rows == "eager"
+    out, _, _ = simulate_ring(x, x, x, several, 3)
+    assert launched == ["hopper"] * 3
+    torch.testing.assert_close(out, expected, rtol=2e-5, atol=5e-6)
+
+
+def share_a_gpu(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    pattern, own = Dilated([128, 1000], [1, 4]), slice(0, 600) if rank == 0 else slice(600, 1000)
+    whole = torch.randn(4, 2, 1000, 4, 64, generator=torch.Generator().manual_seed(0)).cuda().bfloat16()
+
+    def run(*tensors, **options):
+        *inputs, dout = (x.clone().requires_grad_() for x in tensors)
+        out = attention(*inputs, pattern, **options)
+        return [x.detach().double() for x in (out, *torch.autograd.grad(out, inputs, dout))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        launched, plain = [], local._run
+        patch.setattr(local, "_run", lambda backend: (launched.append(backend), plain(backend))[1])
+        for causal in (False, True):
+            exact = run(*whole.double(), backend="reference", is_causal=causal)
+            measure = run(*whole, backend="sdpa", is_causal=causal)
+            actual = run(*(x[:, own] for x in whole), group=dist.group.WORLD, transport="ring", is_causal=causal)
+            for name, a, m, e in zip(("out", "dq", "dk", "dv"), actual, measure, exact, strict=True):
+                error, stock_error = (float((x - e[:, own]).norm()) for x in (a, m[:, own]))
+                assert error < 2 * stock_error, f"{name}, causal={causal}: {error} and {stock_error}"
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    assert launched == ["hopper"] * 4 * hopper  # forward and backward, causal and not
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_own_rows_on_a_gpu(tmp_path):
+    """Two ranks on one GPU, over gloo and host memory, as ``auto`` does it: as exact as PyTorch's operators on one."""
+    mp.spawn(share_a_gpu, (str(tmp_path / "store"),), nprocs=2)

@@ -131,7 +131,8 @@ def attention(
             authors' code does.
         backend: ``"auto"`` (the first of the following that can), ``"hopper"``, ``"triton"``, ``"sdpa"``, ``"eager"`` or
             ``"reference"``. With ``group``, ``"hopper"`` and ``"triton"`` compute a rank's own queries with its own keys,
-            stock operators those with keys of others.
+            stock operators those with keys of others; ``"auto"`` takes ``"hopper"`` so for patterns of several branches
+            (contiguous shards, no dropout, exact mixing gradients, no causal order), else stock operators for all.
         return_lse: return ``(out, lse)`` with lse (B, H, N), float32 (float64 for float64 inputs), differentiable.
         group: a process group, or a device mesh of one dimension or with one named ``"cp"``, over whose ranks the sequence
             is sharded: the tensors are this rank's rows, the result is theirs, ``lengths`` and ``cu_seqlens`` count

@@ -23,12 +23,16 @@ class Sharding:
     transport: str  # that transport="auto" takes
     bytes: int  # to the rank that receives most
     waits: int  # one after the other
+    own_rows: str  # the backend of a rank's queries with its own keys
+    other_rows: str  # and with those of other ranks
 
     def __str__(self) -> str:
         ranks = f"shards    {self.world_size} rank(s), {self.layout}: "
+        own = f"own rows  {self.own_rows}"
         if not self.bytes:
-            return ranks + "nothing is sent"
-        return ranks + f"{self.transport}, {self.bytes / 2**20:,.2f} MiB to a rank, which waits {self.waits} time(s)"
+            return f"{ranks}nothing is sent\n{own}"
+        sent = f"{self.transport}, {self.bytes / 2**20:,.2f} MiB to a rank, which waits {self.waits} time(s)"
+        return f"{ranks}{sent}\n{own}; rows of others {self.other_rows}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,8 @@ def explain(
 
     The pairs are those computed: under an order, causality hides some of them afterwards. With ``world_size``, also
     what that many ranks would send one another if they shared these tensors evenly, in the ``layout`` of ``attention``
-    (contiguous by default). Block-sparse patterns are not explained.
+    (contiguous by default), and which backends would compute a rank's rows (with exact mixing gradients); the backend of
+    the first line is that of one device. Block-sparse patterns are not explained.
 
     >>> import torch
     >>> q = torch.empty(1, 65536, 8, 64)
@@ -89,6 +94,7 @@ def explain(
     work      206.259 GFLOP forward, 4.690% of the pairs of dense attention
     >>> print(explain(q, q, q, Dilated([2048, 65536], [1, 16]), world_size=8).sharding)
     shards    8 rank(s), contiguous: ring, 14.00 MiB to a rank, which waits 7 time(s)
+    own rows  sdpa; rows of others sdpa
     """
     check_pattern(pattern)
     check_qkv(query, key, value)
@@ -135,12 +141,16 @@ def explain(
         pairs=pairs,
         dense_pairs=dense,
         forward_flops=4 * query.shape[-1] * pairs,
-        sharding=None if world_size is None else _sharding(query, problem, world_size, layout or "contiguous", dropout_p),
+        sharding=None
+        if world_size is None
+        else _sharding(query, problem, world_size, layout or "contiguous", request, backend, used),
     )
 
 
-def _sharding(query: Tensor, problem: Problem, world_size: int, layout: str, dropout_p: float) -> Sharding:
-    from dilated_attention_pytorch.distributed import heads, ring  # imports torch.distributed
+def _sharding(
+    query: Tensor, problem: Problem, world_size: int, layout: str, request: Request, backend: str, one_device: str
+) -> Sharding:
+    from dilated_attention_pytorch.distributed import heads, local, ring  # imports torch.distributed
     from dilated_attention_pytorch.distributed.cost import choose_transport, waits
     from dilated_attention_pytorch.distributed.route import default_bucket_size
     from dilated_attention_pytorch.distributed.shards import Shards
@@ -153,11 +163,15 @@ def _sharding(query: Tensor, problem: Problem, world_size: int, layout: str, dro
         raise ValueError("a sharded sequence has no torchscale_padding; leave it out, or leave out world_size")
     shards = Shards.even(problem.keys, world_size, layout)
     bucket_size = default_bucket_size(shards, query.device.type)
-    reasons = heads.why_not(problem.pattern, problem.keys, problem.key_heads, world_size, dropout_p, None, None)
+    reasons = heads.why_not(problem.pattern, problem.keys, problem.key_heads, world_size, request.dropout_p, None, None)
     costs = ring.traffic(
         problem.pattern, shards, problem.batch, problem.heads, query.shape[-1], query.element_size(), problem.lengths,
         problem.cu_seqlens, problem.is_causal, problem.key_heads, bucket_size, not reasons,
     )  # fmt: skip
     transport = choose_transport(costs)
     received = costs.bytes if transport != "ulysses" else costs.ulysses_bytes or 0
-    return Sharding(world_size, layout, transport, received, waits(transport, costs))
+    own = others = one_device  # if heads are exchanged, each rank has whole sequences
+    if transport != "ulysses":
+        others = local.stock_backend(backend, request)
+        own = local.fused_backend(backend, request, problem.pattern, shards, detached=False) or others
+    return Sharding(world_size, layout, transport, received, waits(transport, costs), own, others)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,9 +25,22 @@ _agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """The arguments of a call that decide, with the rows of every rank, what travels and what is computed."""
+class Arguments:
+    """What the ranks of a call have in common; a kind of call has a class of its own."""
 
+    call: ClassVar[str]
+
+    @property
+    def hash(self) -> int:
+        """63 bits, the same in every process."""
+        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class Facts(Arguments):
+    """Those of ``attention``: they decide, with the rows of every rank, what travels and what is computed."""
+
+    call = "attention"
     version: str
     device: str
     dtype: str
@@ -52,13 +65,16 @@ class Facts:
     transport: str
     comm_dtype: str
 
-    @property
-    def hash(self) -> int:
-        """63 bits, the same in every process."""
-        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
+
+@dataclass(frozen=True, slots=True)
+class Layout(Arguments):
+    """Of a call that begins with asking for the rows of all."""
+
+    call = "a pattern by rank"
+    layout: str
 
 
-def agree(group: dist.ProcessGroup, facts: Facts, rows: int, seed: int) -> tuple[list[int], int]:
+def agree(group: dist.ProcessGroup, facts: Arguments, rows: int, seed: int) -> tuple[list[int], int]:
     """The rows of every rank, and the seed of the first; the same ValueError on every rank if facts differ."""
     everyone = _gather(group, [rows, seed, facts.hash])
     if any(other[2] != everyone[0][2] or other[0] < 0 for other in everyone):
@@ -66,7 +82,7 @@ def agree(group: dist.ProcessGroup, facts: Facts, rows: int, seed: int) -> tuple
     return [other[0] for other in everyone], everyone[0][1]
 
 
-def agree_once(group: dist.ProcessGroup, facts: Facts, rows: int) -> None:
+def agree_once(group: dist.ProcessGroup, facts: Arguments, rows: int) -> None:
     """The same for ranks that know the rows of all: nothing is sent if they have agreed before."""
     known = _agreed.setdefault(group, set())
     if facts.hash not in known:
@@ -79,14 +95,20 @@ def shards_of_call(group: dist.ProcessGroup | DeviceMesh, rows: int, layout: str
     if isinstance(layout, Shards):
         return layout
     group = resolve_group(group)
-    every = [[rows]] if dist.get_world_size(group) == 1 else _gather(group, [rows])
-    return Shards.of([x for (x,) in every], layout)
+    every = [rows] if dist.get_world_size(group) == 1 else agree(group, Layout(layout), rows, 0)[0]
+    return Shards.of(every, layout)
 
 
-def refuse(group: dist.ProcessGroup, mistake: Exception) -> None:
-    """Tell the others that this rank is about to raise, so that they do not wait for it."""
-    _gather(group, [-1, 0, 0])
-    _gather_objects(group, str(mistake))
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it is not traced
+def refuse(group: dist.ProcessGroup | DeviceMesh, layout: str | Shards, mistake: Exception) -> None:
+    """Tell the others that this rank is about to raise, so that they do not wait for it.
+
+    Not where all lengths are known beforehand: the others may not be listening.
+    """
+    group = resolve_group(group)
+    if dist.get_world_size(group) > 1 and not isinstance(layout, Shards):
+        _gather(group, [-1, 0, 0])
+        _gather_objects(group, str(mistake))
 
 
 def _gather(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
@@ -101,29 +123,42 @@ def _gather(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
     return torch.stack(parts).tolist()
 
 
-def _gather_objects(group: dist.ProcessGroup, mine: Facts | str) -> list[Facts | str]:
+def _gather_objects(group: dist.ProcessGroup, mine: Arguments | str) -> list[Arguments | str]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
-def _raise(everyone: list[Facts | str]) -> None:
+def _raise(everyone: list[Arguments | str]) -> None:
     refusals = [f"rank {rank} refused its arguments: {x}" for rank, x in enumerate(everyone) if isinstance(x, str)]
-    raise ValueError("; ".join(refusals) or differences([x for x in everyone if isinstance(x, Facts)]))
+    raise ValueError("; ".join(refusals) or differences([x for x in everyone if isinstance(x, Arguments)]))
 
 
-def differences(everyone: list[Facts]) -> str:
+def differences(everyone: list[Arguments]) -> str:
     """What differs, field by field, and on which ranks."""
+    kinds = _by_value([facts.call for facts in everyone])
+    if len(kinds) > 1:
+        return f"all ranks must make the same call, got {_listed(kinds)}"
     lines = []
-    for field in fields(Facts):
-        ranks: dict[str, list[int]] = defaultdict(list)
-        for rank, facts in enumerate(everyone):
-            ranks[_short(repr(getattr(facts, field.name)))].append(rank)
-        if len(ranks) > 1:
-            lines.append(f"  {field.name}: " + ", ".join(f"{value} on {_named(some)}" for value, some in ranks.items()))
+    for field in fields(everyone[0]):
+        values = _by_value([_short(repr(getattr(facts, field.name))) for facts in everyone])
+        if len(values) > 1:
+            lines.append(f"  {field.name}: {_listed(values)}")
     return "all ranks must call with the same arguments, apart from the rows of their tensors; these differ:\n" + "\n".join(
         lines
     )
+
+
+def _by_value(values: list[str]) -> dict[str, list[int]]:
+    """The ranks that have each value."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        ranks[value].append(rank)
+    return ranks
+
+
+def _listed(ranks: dict[str, list[int]]) -> str:
+    return ", ".join(f"{value} on {_named(some)}" for value, some in ranks.items())
 
 
 def _short(text: str) -> str:

@@ -12,10 +12,65 @@ from typing import Any
 
 from torch import Tensor
 
+from dilated_attention_pytorch import backends
+from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.blocks.pattern import BlockSparse
 from dilated_attention_pytorch.distributed.shards import Shards
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.plan import Plan, compile_plan
 from dilated_attention_pytorch.spans import Span, spans
+
+# "auto" takes the Hopper kernels from this many branches. They write the rows of all branches once, where stock operators
+# merge call by call, and of one branch cuDNN's kernels are the faster ones. Milliseconds, sdpa / hopper, forward and
+# backward of 262,144 tokens, 8 heads of size 64, bf16, ranks that share one H200 (benchmarks/ring_gpu.py --backend):
+#   ranks                          1            2             4
+#   w = 2048 * 4**i, r = 4**i   18.8 / 15.3   23.5 / 18.0    32.7 / 29.4
+#   w = N, r = 4                71.1 / 76.2  115.5 / 119.2  131.8 / 132.9
+HOPPER_FROM_BRANCHES = 2
+
+
+def stock_backend(backend: str, request: Request) -> str:
+    """The backend of stock operators that computes tiles, always those with keys of other ranks."""
+    backends.check_name(backend)
+    if backend == "reference":
+        raise ValueError("backend 'reference' needs whole sequences: leave out group, or use 'auto'")
+    reasons = backends.why_not("sdpa", request)
+    if backend == "sdpa" and reasons:
+        raise ValueError("backend 'sdpa' cannot serve this call:\n" + "\n".join(f"  {reason}" for reason in reasons))
+    return "eager" if backend == "eager" or reasons else "sdpa"
+
+
+def fused_backend(
+    backend: str, request: Request, pattern: Dilated | BlockSparse, layout: str | Shards, *, detached: bool
+) -> str | None:
+    """The backend whose fused kernels compute own queries with own keys, or None: then tiles do, as with keys of others.
+
+    ``"auto"`` takes the Hopper kernels where they can and are faster, so ranks on different GPUs may choose differently:
+    that is harmless, because it changes nothing that travels. One that is asked for and cannot is a ValueError.
+    """
+    if backend == "auto":
+        branches = len(pattern.branches) if isinstance(pattern, Dilated) else 0
+        enough = branches >= HOPPER_FROM_BRANCHES
+        return "hopper" if enough and not _why_not("hopper", request, pattern, layout, detached) else None
+    if backend not in ("hopper", "triton"):
+        return None
+    reasons = _why_not(backend, request, pattern, layout, detached)
+    if reasons:
+        raise ValueError(f"backend {backend!r} cannot serve this call:\n" + "\n".join(f"  {x}" for x in reasons))
+    return backend
+
+
+def _why_not(
+    backend: str, request: Request, pattern: Dilated | BlockSparse, layout: str | Shards, detached: bool
+) -> list[str]:
+    reasons = backends.why_not(backend, request)
+    if isinstance(pattern, BlockSparse):
+        reasons.append("blocks of sharded sequences go through 'sdpa' or 'eager'")
+    if any(len(chunks) > 1 for chunks in layout.chunks) if isinstance(layout, Shards) else layout == "zigzag":
+        reasons.append("fused kernels take contiguous shards, got the zigzag layout")
+    if detached or request.dropout_p > 0.0 or request.ordered:
+        reasons.append("detached mixing, dropout and causal orders of sharded sequences go through 'sdpa' or 'eager'")
+    return reasons
 
 
 @dataclass(frozen=True, slots=True)

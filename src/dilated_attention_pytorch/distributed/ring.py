@@ -12,29 +12,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import dilated_attention_pytorch
-from dilated_attention_pytorch import backends
-from dilated_attention_pytorch.backends import eager, sdpa
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.blocks.call import causal_by_position, prepare_blocks
 from dilated_attention_pytorch.blocks.pattern import BlockSparse
 from dilated_attention_pytorch.checks import check_no_forward_derivative, check_order, prepare, rows_in_order
 from dilated_attention_pytorch.distributed import heads as ulysses
+from dilated_attention_pytorch.distributed import local
 from dilated_attention_pytorch.distributed.agreement import Facts, agree, agree_once, refuse
 from dilated_attention_pytorch.distributed.block_ring import block_work, check_block_sharding
 from dilated_attention_pytorch.distributed.cost import TRANSPORTS, Costs, choose_transport
 from dilated_attention_pytorch.distributed.dilated import DilatedWork
 from dilated_attention_pytorch.distributed.executor import Job, RingAttention
-from dilated_attention_pytorch.distributed.local import LocalProblem
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
 from dilated_attention_pytorch.distributed.shards import Shards, check_layout
 from dilated_attention_pytorch.distributed.transport import Wire, resolve_group
 from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.merge import accumulate_dtype
-from dilated_attention_pytorch.ops import rows_contiguous
+from dilated_attention_pytorch.ops import rows_contiguous, tile_kernel
 from dilated_attention_pytorch.orders import Identity, Order
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.spans import host_cu_seqlens, host_lengths
-from dilated_attention_pytorch.tiles import TileKernel
 
 
 def check_sharding(layout: str | Shards, bucket_size: int | None, transport: str, comm_dtype: torch.dtype | None) -> None:
@@ -66,33 +63,6 @@ def _check(
         if n != own:
             whole = "; these look like whole sequences, not shards: use shard_sequence" if n == layout.length else ""
             raise ValueError(f"layout gives rank {rank} a shard of {own} rows, its tensors have {n}{whole}")
-
-
-def _kernel(backend: str, request: Request) -> TileKernel:
-    """What computes tiles with keys of other ranks."""
-    backends.check_name(backend)
-    if backend == "reference":
-        raise ValueError("backend 'reference' needs whole sequences: leave out group, or use 'auto'")
-    reasons = sdpa.why_not(request)
-    if backend == "sdpa" and reasons:
-        raise ValueError("backend 'sdpa' cannot serve this call:\n" + "\n".join(f"  {reason}" for reason in reasons))
-    return eager.kernel(request) if backend == "eager" or reasons else sdpa.kernel(request)
-
-
-def _fused(backend: str, request: Request, pattern: Dilated | BlockSparse, shards: Shards, detached: bool) -> str | None:
-    """The backend whose fused kernels compute tiles with own keys: only if asked for; a ValueError if it cannot."""
-    if backend not in ("hopper", "triton"):
-        return None
-    reasons = backends.why_not(backend, request)
-    if isinstance(pattern, BlockSparse):
-        reasons.append("blocks of sharded sequences go through 'sdpa' or 'eager'")
-    if any(len(chunks) > 1 for chunks in shards.chunks):
-        reasons.append("fused kernels take contiguous shards, got the zigzag layout")
-    if detached or request.dropout_p > 0.0 or request.ordered:
-        reasons.append("detached mixing, dropout and causal orders of sharded sequences go through 'sdpa' or 'eager'")
-    if reasons:
-        raise ValueError(f"backend {backend!r} cannot serve this call:\n" + "\n".join(f"  {x}" for x in reasons))
-    return backend
 
 
 def _check_sharded(rows: list[int], lengths: tuple[int, ...] | None, cu_seqlens: tuple[int, ...] | None) -> None:
@@ -204,12 +174,12 @@ def ring_attention(
             check_order(order, query, key, lengths, cu_seqlens, sharded=True)
         by_position = causal_by_position(pattern, order, is_causal)
         request = Request.of(query, dropout_p, by_position)
-        kernel = _kernel(backend, request)
+        kernel = tile_kernel(local.stock_backend(backend, request), query)
+        detached = mixing_gradient == "detached" and isinstance(pattern, Dilated) and len(pattern.branches) > 1
+        fused = local.fused_backend(backend, request, pattern, layout, detached=detached)
         wire = Wire(group, query.device)
     except (ValueError, TypeError, NotImplementedError) as mistake:
-        # Ranks that know all lengths may not be listening.
-        if world > 1 and not isinstance(layout, Shards):
-            refuse(group, mistake)
+        refuse(group, layout, mistake)
         raise
     query, key, value = map(rows_contiguous, (query, key, value))
     (batch, n, heads, head_dim), key_heads = query.shape, key.shape[2]
@@ -261,8 +231,6 @@ def ring_attention(
         kernel=kernel,
         comm_dtype=accumulate_dtype(query.dtype) if comm_dtype is None else comm_dtype,
     )
-    detached = mixing_gradient == "detached" and isinstance(pattern, Dilated) and len(pattern.branches) > 1
-    fused = _fused(backend, request, pattern, shards, detached)
     if isinstance(pattern, BlockSparse):
         pattern.check_call(batch, shards.length, shards.length, heads, is_causal=is_causal, packed=cu_seqlens is not None)
         blocks, ahead = block_work(query, key, pattern, shards, wire, used_scale, transport, **call)
@@ -289,7 +257,10 @@ def ring_attention(
     branches = range(len(pattern.branches)) if detached else ()
     own = None
     if fused is not None:
-        own = LocalProblem(pattern, shards=shards, rank=rank, batch=batch, heads=heads, key_heads=key_heads, **call), fused
+        problem = local.LocalProblem(
+            pattern, shards=shards, rank=rank, batch=batch, heads=heads, key_heads=key_heads, **call
+        )
+        own = problem, fused
     work = DilatedWork(route(), own, dropout, positions)
     alone = tuple(DilatedWork(route(branch=branch), None, dropout, positions) for branch in branches)
     ahead = None if transport == "allgather" else 1

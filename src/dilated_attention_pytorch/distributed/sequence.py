@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.checks import check_is_order
-from dilated_attention_pytorch.distributed.shards import Shards
+from dilated_attention_pytorch.distributed.agreement import Arguments, agree, refuse
+from dilated_attention_pytorch.distributed.shards import Shards, check_layout
 from dilated_attention_pytorch.distributed.transport import resolve_group
 from dilated_attention_pytorch.orders import Order, check_dim
 
@@ -46,12 +48,23 @@ def shard_sequence(
     return order.take(x, rows, dim)
 
 
+@dataclass(frozen=True, slots=True)
+class Gathering(Arguments):
+    """Those of ``gather_sequence``: collectives end a process whose tensor is not as large as the others'."""
+
+    call = "gather_sequence"
+    device: str
+    dtype: str
+    other_dims: tuple[int, ...]
+    dim: int
+    requires_grad: bool
+    layout: str
+    order: str | None  # its fingerprint
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, layout: str, dim: int) -> Tensor:
-        lengths = [torch.zeros((), dtype=torch.int64, device=x.device) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(lengths, torch.tensor(x.shape[dim], device=x.device), group=group)
-        shards = Shards.of([int(n) for n in lengths], layout)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, shards: Shards, dim: int) -> Tensor:
         rows = [rows_of(shards, rank, x.device) for rank in range(shards.world_size)]
         # Collectives want equal sizes: every rank sends as many rows as the longest has.
         longest = max(map(len, rows))
@@ -90,8 +103,28 @@ def gather_sequence(
     Differentiable: a shard's gradient is the sum over what all ranks do with it, so a loss that every rank computes from
     the whole sequence has to be divided by the number of ranks.
     """
-    check_dim(x, dim)
-    if order is not None:
-        check_is_order(order)
-    whole: Tensor = _Gather.apply(x, resolve_group(group), layout, dim % x.dim())  # type: ignore[no-untyped-call]
+    try:
+        check_dim(x, dim)
+        check_layout(layout)
+        if order is not None:
+            check_is_order(order)
+    except (ValueError, TypeError) as mistake:
+        if group is not None:
+            refuse(group, layout, mistake)
+        raise
+    group = resolve_group(group)
+    dim %= x.dim()
+    every = [x.shape[dim]]
+    if dist.get_world_size(group) > 1:
+        facts = Gathering(
+            device=x.device.type,
+            dtype=str(x.dtype),
+            other_dims=tuple(x.shape[:dim] + x.shape[dim + 1 :]),
+            dim=dim,
+            requires_grad=torch.is_grad_enabled() and x.requires_grad,
+            layout=layout,
+            order=None if order is None else order.fingerprint,
+        )
+        every, _ = agree(group, facts, x.shape[dim], 0)
+    whole: Tensor = _Gather.apply(x, group, Shards.of(every, layout), dim)  # type: ignore[no-untyped-call]
     return whole if order is None else order.unpermute(whole, dim)

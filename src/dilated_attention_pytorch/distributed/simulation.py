@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends import eager, sdpa
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.checks import prepare
+from dilated_attention_pytorch.distributed import local
 from dilated_attention_pytorch.distributed.dilated import DilatedWork
 from dilated_attention_pytorch.distributed.executor import Job, Work, forward
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
@@ -20,6 +20,7 @@ from dilated_attention_pytorch.distributed.shards import Shards
 from dilated_attention_pytorch.distributed.transport import Parcel
 from dilated_attention_pytorch.measure import peak_extra_bytes
 from dilated_attention_pytorch.merge import accumulate_dtype
+from dilated_attention_pytorch.ops import tile_kernel
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.tiles import positive_scale
 
@@ -76,8 +77,8 @@ def simulate_ring(
 ) -> tuple[Tensor, Tensor, tuple[RankMemory, ...]]:
     """``attention`` of whole tensors as ``world_size`` ranks would compute it: out, lse (B, H, N) and each rank's memory.
 
-    Routes, buffers and tiles are those of ``attention(..., group=..., transport="ring")``; only the messages do not leave
-    the process. There are no gradients.
+    Routes, buffers, tiles and the backend are those of ``attention(..., group=..., transport="ring")``; only the messages
+    do not leave the process. There are no gradients.
 
     >>> from dilated_attention_pytorch import attention
     >>> q, k, v = torch.randn(3, 1, 4096, 2, 16).unbind(0)
@@ -91,7 +92,7 @@ def simulate_ring(
         query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=0.0, seed=None, lengths=None,
         cu_seqlens=None, mixing_gradient="exact",
     )  # fmt: skip
-    (batch, n, _, _), key_heads = query.shape, key.shape[2]
+    (batch, n, heads, _), key_heads = query.shape, key.shape[2]
     shards = layout if isinstance(layout, Shards) else Shards.even(n, world_size, layout)
     if not n == key.shape[1] == shards.length or shards.world_size != world_size or pattern.torchscale_padding:
         raise ValueError(
@@ -99,7 +100,8 @@ def simulate_ring(
             f"{n} queries, {key.shape[1]} keys, {shards.length} rows on {shards.world_size} ranks, {pattern}"
         )
     request = Request.of(query, dropout_p=0.0)
-    kernel = eager.kernel(request) if sdpa.why_not(request) else sdpa.kernel(request)
+    kernel = tile_kernel(local.stock_backend("auto", request), query)
+    fused = local.fused_backend("auto", request, pattern, shards, detached=False)
     every = [rows_of(shards, rank, query.device) for rank in range(world_size)]
     keys, values = ([x.index_select(1, rows) for rows in every] for x in (key, value))
     out, lse_bnh = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=accumulate_dtype(query.dtype))
@@ -110,7 +112,11 @@ def simulate_ring(
             is_causal=is_causal,
             bucket_size=default_bucket_size(shards, query.device.type) if bucket_size is None else bucket_size,
         )  # fmt: skip
-        work = DilatedWork(route)
+        own_rows = None
+        if fused is not None:
+            problem = local.LocalProblem(pattern, is_causal, shards, rank, batch, heads, key_heads, None, None)
+            own_rows = problem, fused
+        work = DilatedWork(route, own_rows)
         shelf = Shelf(work, keys, values)
         own, positive, _ = positive_scale(query.index_select(1, rows), scale)
         job = Job(work, (), shelf, 1, positive, kernel, accumulate_dtype(query.dtype))

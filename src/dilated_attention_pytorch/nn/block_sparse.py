@@ -98,14 +98,13 @@ class BlockSparseRingDilatedAttention(ShardedModule):
 
         ``value`` is ``key`` by default.
         """
-        if key is None and value is not None:
-            raise ValueError("value without key: pass both, or neither for the queries themselves")
-        key = query if key is None else key
+        arguments = query, key, value
+        key, value = _keys(*arguments) if self.group is None else self.or_refuse(_keys, *arguments)
         sharding: dict[str, Any] = {} if self.group is None else self.sharding()
         out: Tensor = attention(
             query,
             key,
-            key if value is None else value,
+            value,
             self.pattern,
             is_causal=is_causal,
             scale=self.softmax_scale,
@@ -122,3 +121,11 @@ class BlockSparseRingDilatedAttention(ShardedModule):
         """The pattern, for ``print(module)``."""
         options = f"softmax_scale={self.softmax_scale}, backend={self.backend!r}"
         return f"{self.sparse_config}, {options}{self._order_repr()}"
+
+
+def _keys(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Key and value, of which both or the value may be left out."""
+    if key is None and value is not None:
+        raise ValueError("value without key: pass both, or neither for the queries themselves")
+    key = query if key is None else key
+    return key, key if value is None else value

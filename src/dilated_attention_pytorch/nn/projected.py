@@ -127,14 +127,45 @@ class ProjectedAttention(nn.Module):
             is_causal: a position sees itself and earlier ones only.
             lengths: (batch,), the valid positions of each sample: ``key_padding_mask`` without a mask.
         """
+        arguments = query, key, value, key_padding_mask, need_weights, attn_mask, lengths
+        # A rank that stopped here would leave the others waiting for its rows.
+        q, k, v, lengths = (
+            self.attention.or_refuse(self._prepare, *arguments) if self.sharded else self._prepare(*arguments)
+        )
+        attended = self.attention(q, k, v, is_causal, lengths=lengths)
+        x = attended.flatten(-2)
+        if self.inner_attn_ln is not None:
+            x = self.inner_attn_ln(x)
+        out: Tensor = self.out_proj(x)
+        if not self.batch_first:
+            out = out.transpose(0, 1)
+        weights = None
+        if need_weights:
+            weights = self._weights(q, k, range(q.shape[1]), is_causal, lengths)
+            weights = weights.mean(1) if average_attn_weights else weights
+        if query.dim() == 2:
+            out = out.squeeze(0 if self.batch_first else 1)
+            weights = None if weights is None else weights.squeeze(0)
+        return out, weights
+
+    def _prepare(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        lengths: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Checked and projected: query, key and value (B, N, heads, head size), and the lengths, if any."""
         if attn_mask is not None:
             raise ValueError(
                 "attn_mask is not supported: the pattern decides which positions meet; use is_causal=True for "
                 "causal attention and key_padding_mask or lengths for padding"
             )
         self._check_embeddings(query, key, value)
-        unbatched = query.dim() == 2
-        if unbatched:
+        if query.dim() == 2:
             dim = 0 if self.batch_first else 1
             query, key, value = (x.unsqueeze(dim) for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -154,21 +185,7 @@ class ProjectedAttention(nn.Module):
                 f"{q.shape[0]} * {self.num_heads} * {q.shape[1]} * {k.shape[1]}; use attention_map(query_rows=...) for the "
                 "rows of interest"
             )
-        attended = self.attention(q, k, v, is_causal, lengths=lengths)
-        x = attended.flatten(-2)
-        if self.inner_attn_ln is not None:
-            x = self.inner_attn_ln(x)
-        out: Tensor = self.out_proj(x)
-        if not self.batch_first:
-            out = out.transpose(0, 1)
-        weights = None
-        if need_weights:
-            weights = self._weights(q, k, range(q.shape[1]), is_causal, lengths)
-            weights = weights.mean(1) if average_attn_weights else weights
-        if unbatched:
-            out = out.squeeze(0 if self.batch_first else 1)
-            weights = None if weights is None else weights.squeeze(0)
-        return out, weights
+        return q, k, v, lengths
 
     def attention_map(
         self,

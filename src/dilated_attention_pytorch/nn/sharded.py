@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from dilated_attention_pytorch.distributed.shards import Shards
+
+T = TypeVar("T")
 
 
 class ShardedModule(OrderedModule):
@@ -59,6 +62,23 @@ class ShardedModule(OrderedModule):
             "group": group, "layout": self.layout, "bucket_size": self.bucket_size, "transport": self.transport,
             "comm_dtype": self.comm_dtype,
         }  # fmt: skip
+
+    def or_refuse(self, prepare: Callable[..., T], *arguments: Any) -> T:
+        """``prepare(*arguments)``, before the ranks compare theirs; if it raises, the others are told and raise as well.
+
+        A RuntimeError is PyTorch's for a projection that does not fit its input.
+        """
+        try:
+            return prepare(*arguments)
+        except (ValueError, TypeError, RuntimeError) as mistake:
+            import torch.distributed as dist
+
+            from dilated_attention_pytorch.distributed.agreement import refuse
+
+            group = dist.group.WORLD if self.group is None else self.group
+            if group is not None:
+                refuse(group, self.layout, mistake)
+            raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy over the same ranks: a process group cannot be copied."""
