@@ -115,7 +115,7 @@ def with_grads(run: Runs, inputs: list[torch.Tensor], dout: torch.Tensor) -> lis
 def lists_of(pattern: BlockSparse, inputs: list[torch.Tensor]) -> tuple[int, int]:
     """Entries of the lists (of one head), and bytes of both tables that kernels read."""
     q, k, _ = (x.detach() for x in inputs)
-    by_query, by_key = block_ops.block_tables(q, k, *block_call._arguments(q, k, pattern, None, None, False, 1.0))
+    by_query, by_key = block_ops.block_tables(q, k, *block_call.list_arguments(q, k, pattern, None, None, False, 1.0))
     tables = (*by_query.tensors, *by_key().tensors)
     return int(by_query.counts.sum()), sum(x.numel() * x.element_size() for x in tables)
 

@@ -87,7 +87,7 @@ def test_opcheck(kind):
     pattern = pattern or BlockSparse.from_config(config(kind))
     q, k, v = random_inputs(2, 50, 50, 4, 2, 8)
     lengths = torch.tensor([50, 21])
-    arguments = block_call._arguments(q, k, pattern, lengths, None, True, 0.3)
+    arguments = block_call.list_arguments(q, k, pattern, lengths, None, True, 0.3)
     torch.library.opcheck(block_ops.attend_blocks, (q, k, v, None, *arguments, 0.3, "sdpa"))
     if kind == "adaptive":
         chosen = (q.detach(), k.detach(), lengths, None, pattern.spec, SIZE, True, 0.3)

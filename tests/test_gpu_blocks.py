@@ -138,7 +138,7 @@ def test_adaptive_waits_for_nothing(backend):
     q, k, v = (x.detach() for x in inputs(2, 1000, 1000, 4, 2, 64, torch.bfloat16))
 
     def call():
-        arguments = block_call._arguments(q, k, pattern, None, None, True, 0.125)
+        arguments = block_call.list_arguments(q, k, pattern, None, None, True, 0.125)
         out, lse = block_ops.attend_blocks(q, k, v, None, *arguments, 0.125, backend)
         return block_ops.attend_blocks_backward(out, None, q, k, v, out, lse, None, *arguments, 0.125, backend)
 
@@ -249,4 +249,4 @@ def test_auto_takes_the_kernels():
         (torch.float64, 128, "eager"),
     ):
         x = torch.zeros(1, 64, 2, 64, device="cuda", dtype=dtype)
-        assert block_call._choose("auto", Request.of(x, 0.0), size, 64, 64) == name
+        assert block_call.choose("auto", Request.of(x, 0.0), size, 64, 64) == name

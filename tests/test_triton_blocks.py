@@ -193,7 +193,7 @@ def test_tables(case):
         pattern = BlockSparse.custom(random_mask(2, 7, 7), block_size=16)
     lengths = torch.tensor([100, 0, 33]) if case in ("lengths", "adaptive", "mask") else None
     cu_seqlens = torch.tensor([0, 40, 40, 81, 100]) if case == "cu_seqlens" else None
-    arguments = block_call._arguments(q, k, pattern, lengths, cu_seqlens, True, 0.3)
+    arguments = block_call.list_arguments(q, k, pattern, lengths, cu_seqlens, True, 0.3)
     by_query, by_key = block_ops.block_tables(q, k, *arguments)
     by_key = by_key()
     expected = set()

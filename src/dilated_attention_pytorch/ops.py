@@ -26,10 +26,10 @@ def tile_kernel(backend: str, query: Tensor) -> TileKernel:
     return kernel(Request.of(query, dropout_p=0.0))
 
 
-def kernel_name(backend: str, query: Tensor) -> str:
+def kernel_name(backend: str, query: Tensor, tables: str = "launch tables") -> str:
     """What computes the tiles."""
     if backend in ("hopper", "triton"):
-        return {"hopper": "warp-specialised", "triton": "Triton"}[backend] + " kernels over launch tables"
+        return {"hopper": "warp-specialised", "triton": "Triton"}[backend] + f" kernels over {tables}"
     return "dense, from the definition" if backend == "reference" else tile_kernel(backend, query).name
 
 
