@@ -187,7 +187,7 @@ def test_operators(kind):
     pattern, _ = pattern_of(kind, 50, 4)
     q, k, v = random_inputs(2, 50, 50, 4, 2, 8)
     positions = torch.randperm(50) if kind == "adaptive" else torch.stack([torch.randperm(50) for _ in range(2)])
-    arguments = (positions, *block_call.list_arguments(q, k, pattern, None, None, False, 0.3), 0.3, "eager")
+    arguments = (positions, None, *block_call.list_arguments(q, k, pattern, None, None, False, 0.3), 0.3, 0.0, "eager")
     torch.library.opcheck(block_ops.attend_blocks, (q, k, v, *arguments))
     out, lse = block_ops.attend_blocks(q, k, v, *arguments)
     saved = [x.detach() for x in (q, k, v, out, lse)]

@@ -33,6 +33,15 @@ def kernel_name(backend: str, query: Tensor, tables: str = "launch tables") -> s
     return "dense, from the definition" if backend == "reference" else tile_kernel(backend, query).name
 
 
+def drawn_seed(seed: int | Tensor | None, dropout_p: float, query: Tensor) -> Tensor | None:
+    """The seed as operators take it: drawn from the generator of the query's device if none is given."""
+    if dropout_p == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(0, 2**62, (), dtype=torch.int64, device=query.device)
+    return torch.as_tensor(seed, dtype=torch.int64, device=query.device)
+
+
 def rows_contiguous(x: Tensor) -> Tensor:
     """Kernels read rows of D consecutive elements; other layouts (rare) are copied once."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

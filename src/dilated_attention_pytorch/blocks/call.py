@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch import backends
+from dilated_attention_pytorch import backends, ops
 from dilated_attention_pytorch.backends import hopper, reference
 from dilated_attention_pytorch.backends.request import ORDER_REASON, Request
 from dilated_attention_pytorch.blocks import ops as block_ops
@@ -22,23 +22,11 @@ from dilated_attention_pytorch.checks import (
     check_qkv,
     rows_in_order,
 )
+from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.merge import accumulate_dtype
 from dilated_attention_pytorch.orders import Identity, Order
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.spans import Span
-
-
-def _check_served(dropout_p: float, seed: Any, mixing_gradient: str) -> None:
-    """Raise for what block-sparse patterns do not have."""
-    if dropout_p > 0.0 or seed is not None:
-        raise ValueError(
-            f"block-sparse attention has no dropout, got dropout_p={dropout_p} and seed={seed}; drop out values before or "
-            "results after it"
-        )
-    if mixing_gradient != "exact":
-        raise ValueError(
-            "mixing_gradient='detached' is about branches of Dilated; block-sparse attention is one softmax: leave it out"
-        )
 
 
 def causal_by_position(pattern: Dilated | BlockSparse, order: Order | None, is_causal: bool) -> bool:
@@ -71,7 +59,10 @@ def prepare_blocks(
     check_qkv(query, key, value)
     check_options(scale, dropout_p, mixing_gradient)
     check_call(query, key, is_causal, seed, lengths, cu_seqlens)
-    _check_served(dropout_p, seed, mixing_gradient)
+    if mixing_gradient != "exact":
+        raise ValueError(
+            "mixing_gradient='detached' is about branches of Dilated; block-sparse attention is one softmax: leave it out"
+        )
     return query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
@@ -157,19 +148,22 @@ def block_attention(
     if order is not None:
         check_order(order, query, key, lengths, cu_seqlens)
     by_position = causal_by_position(pattern, order, is_causal)
-    chosen = choose(backend, Request.of(query, 0.0, by_position), pattern.block_size, n, m)
+    chosen = choose(backend, Request.of(query, dropout_p, by_position), pattern.block_size, n, m)
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)
     if order is not None and not in_order:
         query, key, value = order.permute(query), order.permute(key), order.permute(value)
     positions = order.positions if order is not None and by_position else None
+    used_seed = ops.drawn_seed(seed, dropout_p, query)
     # Rows of any place may have earlier positions: the lists are then those of the call that is not causal.
     arguments = list_arguments(query, key, pattern, lengths, cu_seqlens, is_causal and not by_position, used_scale)
     if chosen == "reference":
         lists = block_ops.block_lists(query, key, *arguments)
-        out, lse = _reference(query, key, value, lists, is_causal, used_scale, positions)
+        dropout = Dropout(dropout_p, used_seed) if dropout_p > 0.0 else None
+        out, lse = _reference(query, key, value, lists, is_causal, used_scale, positions, dropout)
     else:
-        out, lse = block_ops.attend_blocks(query, key, value, positions, *arguments, used_scale, chosen)
+        optional = positions, used_seed
+        out, lse = block_ops.attend_blocks(query, key, value, *optional, *arguments, used_scale, dropout_p, chosen)
     return (out, lse) if order is None or in_order else (order.unpermute(out), order.unpermute(lse, dim=2))
 
 
@@ -191,6 +185,7 @@ def _reference(
     is_causal: bool,
     scale: float,
     positions: Tensor | None,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor]:
     (batch, n, heads, _), device = query.shape, query.device
     # Selected, so that the result belongs to the graph even if every sequence is empty.
@@ -201,7 +196,8 @@ def _reference(
         i = torch.arange(span.positions.start, span.positions.stop, device=device)
         met = _met(some, i, span.length, is_causal, positions)
         rows, columns = (span.samples, span.queries), (span.samples, span.keys)
-        part, part_lse = reference.attend_blocks(query[rows], key[columns], value[columns], met, scale)
+        placed = dropout and dropout.at(span.samples.start, span.keys.start)
+        part, part_lse = reference.attend_blocks(query[rows], key[columns], value[columns], met, scale, placed)
         out[rows] = part
         lse[span.samples, :, span.queries] = part_lse
     return out, lse
