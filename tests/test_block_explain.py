@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -116,6 +119,16 @@ def test_memory_follows_what_is_read():
     local = DistributedSparseConfig(0.1, "node_local", block_size=SIZE, node_size=1).pattern(shards)
     assert all(told.received == 0 for told in simulate_ring(q, k, v, local, 8)[2])
     assert "nothing is sent" in str(explain(q, k, v, local, world_size=8))
+
+
+def test_page(capsys):
+    """The code of docs/block_sparse.md as it stands, up to what needs ranks, and what it prints."""
+    page = (Path(__file__).parents[1] / "docs" / "block_sparse.md").read_text().split("## Across ranks")[0]
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, names)
+    (printed,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    assert capsys.readouterr().out == printed
 
 
 def test_bad_arguments():
