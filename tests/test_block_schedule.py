@@ -251,8 +251,9 @@ def test_module_without_a_group():
 
     assert long_name.BlockSparseRingDistributedDilatedAttention is BlockSparseRingDistributedDilatedAttention
     assert long_name.DistributedSparseConfig is DistributedSparseConfig
-    model = BlockSparseRingDistributedDilatedAttention(512, 8, [4096, 8192], [1, 2], DistributedSparseConfig(0.05))
+    model = BlockSparseRingDistributedDilatedAttention(512, 8, [4096], [1], DistributedSparseConfig(0.05), dropout=0.2)
     assert "sparsity_ratio=0.05, pattern_type='hierarchical'" in repr(model)
+    assert "attention_dropout=0.2" in repr(model)
     x = torch.zeros(1, 10, 512)
     with pytest.raises(RuntimeError, match=r"needs a process group: .* or use BlockSparseRingDilatedAttention on one"):
         model(x, x, x)
