@@ -7,8 +7,8 @@ declared full, or (``x masked``) none, so that it evaluates the mask inside; ``-
 that is always true. ``x rate`` is our rate on the blocks computed over that of dense cuDNN attention; ``x dense`` the time
 of dense attention of the same length over ours. Errors are differences from the path of stock operators (``sdpa``) on the
 same tensors, relative, by norms: forward of out, backward the largest of dq, dk and dv; FlexAttention's own beside it, so
-that it is seen to compute the same. ``GiB`` is the extra memory of a forward, of that of out, lse and lists. All in the
-same run.
+that it is seen to compute the same. ``GiB`` is the extra memory of a forward, ``needed`` that of out, lse and lists. All in
+the same run, calls queued one behind the other, so that no method is charged for its Python.
 """
 
 from __future__ import annotations
@@ -140,15 +140,15 @@ def measure(name: str, s: Setting, backends: list[str], flex: list[str]) -> list
     for kind in flex if s.flex else []:
         run = flex_call(s, kind)
         label = "flex" if kind == "full" else f"{kind}_flex"
-        others[label] = gpu.forward_and_backward(run, inputs)
+        others[label] = gpu.forward_and_backward(run, inputs, queued=True)
         theirs |= {f"{label}_{x}": e for x, e in errors_of(with_grads(run, inputs, dout), expected).items()}
     if s.dense:
-        others["dense"] = gpu.forward_and_backward(dense_call, inputs)
-    dense_rates = gpu.dense_rates(gpu.Setting(gpu.FLAT, s.n, s.heads, s.head_dim, 2048))
+        others["dense"] = gpu.forward_and_backward(dense_call, inputs, queued=True)
+    dense_rates = gpu.dense_rates(gpu.Setting(gpu.FLAT, s.n, s.heads, s.head_dim, 2048), queued=True)
     rows = []
     for backend in backends:
         run = lambda *x, b=backend: attention(*x, pattern, backend=b)  # noqa: E731
-        times = gpu.forward_and_backward(run, inputs)
+        times = gpu.forward_and_backward(run, inputs, queued=True)
         actual = with_grads(run, inputs, dout)
         with torch.no_grad():
             extra = peak_extra_bytes(lambda run=run: run(*inputs), gpu.GPU)

@@ -88,6 +88,14 @@ def _chosen(
     return BlockLists(budget.expand(some.shape), some, indices.flatten(), block_size, blocks, first)
 
 
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """What lists ask of a tensor, in its place: tables are kept longer than tensors should be."""
+
+    shape: torch.Size
+    device: torch.device
+
+
 @dataclass(frozen=True)
 class _Blocks:
     """Everything that decides about the lists of a call. Equal ones share their tables."""
@@ -107,8 +115,7 @@ class _Blocks:
         lists = (indices, starts, counts)
         if starts is None and indices is not None:  # only the shape of what was chosen decides
             lists = (torch.empty(indices.shape, dtype=indices.dtype, device="meta"), None, None)
-        # Stand-ins of one element: tables are kept longer than tensors should be.
-        shapes = tuple(torch.empty(1, device=x.device).expand(x.shape) for x in (query, key))
+        shapes = _Like(query.shape, query.device), _Like(key.shape, key.device)
         return _Blocks(
             shapes=(tuple(query.shape[:3]), tuple(key.shape[:3])),
             lengths=host_lengths(lengths, key.shape[1]),
