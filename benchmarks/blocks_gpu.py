@@ -2,10 +2,13 @@
 
     PYTHONPATH=src python3 benchmarks/blocks_gpu.py [--only 'random 0.1 D=64,window D=64'] [--backends auto] [--out FILE]
 
-``x flex`` is FlexAttention's time with the same block mask, compiled, over ours: all blocks declared full, or (``x
-masked_flex``) none, so that it evaluates the mask inside. ``x rate`` is our rate on the blocks computed over that of dense
-cuDNN attention; ``x dense`` the time of dense attention of the same length over ours. Errors are differences from the path
-of stock operators (``sdpa``) on the same tensors, relative, by norms. All in the same run.
+One table, a line for each way. ``x flex`` is FlexAttention's time with the same block mask, compiled, over ours: all blocks
+declared full, or (``x masked``) none, so that it evaluates the mask inside; ``--flex listed`` adds none full and a mask
+that is always true. ``x rate`` is our rate on the blocks computed over that of dense cuDNN attention; ``x dense`` the time
+of dense attention of the same length over ours. Errors are differences from the path of stock operators (``sdpa``) on the
+same tensors, relative, by norms: forward of out, backward the largest of dq, dk and dv; FlexAttention's own beside it, so
+that it is seen to compute the same. ``GiB`` is the extra memory of a forward, ``needed`` that of out, lse and lists. All in
+the same run, calls queued one behind the other, so that no method is charged for its Python.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -67,20 +71,9 @@ SETTINGS |= {f"random 128k D={d}": Setting(2**17, 16, d, 0.1, dense=True) for d 
 
 
 @cache
-def compiled_flex(_kind: tuple[int, int, bool]) -> Callable:
-    """One compilation for all masks of a kind: heads, head size, and whether the mask is evaluated inside."""
+def compiled_flex(_kind: tuple[int, int, str]) -> Callable:
+    """One compilation for all masks of a kind: heads, head size, and what FlexAttention is told of blocks."""
     return torch.compile(flex_attention.flex_attention, dynamic=False)
-
-
-def flex_call(s: Setting) -> Runs:
-    """FlexAttention over the same blocks, all of them full: it evaluates no mask inside."""
-    mask = s.mask()
-    counts = mask.sum(-1, dtype=torch.int32)[None, None]
-    indices = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)[None, None]
-    empty = (torch.zeros_like(counts), torch.zeros_like(indices))
-    block_mask = flex_attention.BlockMask.from_kv_blocks(*empty, counts, indices, BLOCK_SIZE=BLOCK)
-    run = compiled_flex((s.heads, s.head_dim, False))
-    return lambda *x: run(*(y.transpose(1, 2) for y in x), block_mask=block_mask).transpose(1, 2)
 
 
 @cache
@@ -90,15 +83,24 @@ def held_mask(blocks: int) -> tuple[torch.Tensor, Callable]:
     return held, lambda b, h, i, j: held[i // BLOCK, j // BLOCK]
 
 
-def masked_flex_call(s: Setting) -> Runs:
-    """FlexAttention over the same blocks, none of them known to be full: it evaluates the mask inside."""
+def flex_call(s: Setting, kind: str) -> Runs:
+    """FlexAttention over the same blocks.
+
+    ``"full"``: it knows that they are, and evaluates no mask. ``"listed"``: it does not, and evaluates one that is always
+    true. ``"masked"``: it evaluates the mask itself.
+    """
     mask = s.mask()
-    held, function = held_mask(len(mask))
-    held.copy_(mask)
     counts = mask.sum(-1, dtype=torch.int32)[None, None]
     indices = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)[None, None]
-    block_mask = flex_attention.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=BLOCK, mask_mod=function)
-    run = compiled_flex((s.heads, s.head_dim, True))
+    lists: tuple[torch.Tensor, ...] = (counts, indices)
+    function = None
+    if kind == "full":
+        lists = (torch.zeros_like(counts), torch.zeros_like(indices), *lists)
+    elif kind == "masked":
+        held, function = held_mask(len(mask))
+        held.copy_(mask)
+    block_mask = flex_attention.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=function)
+    run = compiled_flex((s.heads, s.head_dim, kind))
     return lambda *x: run(*(y.transpose(1, 2) for y in x), block_mask=block_mask).transpose(1, 2)
 
 
@@ -115,28 +117,38 @@ def with_grads(run: Runs, inputs: list[torch.Tensor], dout: torch.Tensor) -> lis
 def lists_of(pattern: BlockSparse, inputs: list[torch.Tensor]) -> tuple[int, int]:
     """Entries of the lists (of one head), and bytes of both tables that kernels read."""
     q, k, _ = (x.detach() for x in inputs)
-    by_query, by_key = block_ops.block_tables(q, k, *block_call._arguments(q, k, pattern, None, None, False, 1.0))
+    by_query, by_key = block_ops.block_tables(q, k, *block_call.list_arguments(q, k, pattern, None, None, False, 1.0))
     tables = (*by_query.tensors, *by_key().tensors)
     return int(by_query.counts.sum()), sum(x.numel() * x.element_size() for x in tables)
 
 
-def measure(name: str, s: Setting, backends: list[str]) -> list[dict]:
+def errors_of(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[str, float]:
+    """By norms, relative."""
+    every = zip(("out", "dq", "dk", "dv"), actual, expected, strict=True)
+    return {f"{x}_error": float((a - e).float().norm() / e.float().norm()) for x, a, e in every}
+
+
+def measure(name: str, s: Setting, backends: list[str], flex: list[str]) -> list[dict]:
+    began = time.perf_counter()
     inputs, pattern = s.tensors(), s.pattern()
     dout = torch.randn_like(inputs[0])
     entries, list_bytes = lists_of(pattern, inputs)
     flops = 4 * s.head_dim * s.heads * entries * BLOCK**2
-    others: dict[str, tuple[float, float]] = {}
-    if s.flex:
-        others["flex"] = gpu.forward_and_backward(flex_call(s), inputs)
-        others["masked_flex"] = gpu.forward_and_backward(masked_flex_call(s), inputs)
-    if s.dense:
-        others["dense"] = gpu.forward_and_backward(dense_call, inputs)
-    dense_rates = gpu.dense_rates(gpu.Setting(gpu.FLAT, s.n, s.heads, s.head_dim, 2048))
     expected = with_grads(lambda *x: attention(*x, pattern, backend="sdpa"), inputs, dout)
+    others: dict[str, tuple[float, float]] = {}
+    theirs: dict[str, float] = {}
+    for kind in flex if s.flex else []:
+        run = flex_call(s, kind)
+        label = "flex" if kind == "full" else f"{kind}_flex"
+        others[label] = gpu.forward_and_backward(run, inputs, queued=True)
+        theirs |= {f"{label}_{x}": e for x, e in errors_of(with_grads(run, inputs, dout), expected).items()}
+    if s.dense:
+        others["dense"] = gpu.forward_and_backward(dense_call, inputs, queued=True)
+    dense_rates = gpu.dense_rates(gpu.Setting(gpu.FLAT, s.n, s.heads, s.head_dim, 2048), queued=True)
     rows = []
     for backend in backends:
         run = lambda *x, b=backend: attention(*x, pattern, backend=b)  # noqa: E731
-        times = gpu.forward_and_backward(run, inputs)
+        times = gpu.forward_and_backward(run, inputs, queued=True)
         actual = with_grads(run, inputs, dout)
         with torch.no_grad():
             extra = peak_extra_bytes(lambda run=run: run(*inputs), gpu.GPU)
@@ -148,40 +160,42 @@ def measure(name: str, s: Setting, backends: list[str]) -> list[dict]:
             row |= {f"{way}_ms": ms, f"{way}_tflops": tflops, f"{way}_x_rate": tflops / rate}
             row |= {f"{way}_dense_tflops": rate}
             for other, (forward, backward) in others.items():
-                theirs = forward if way == "forward" else backward
-                row |= {f"{way}_{other}_ms": theirs, f"{way}_x_{other}": theirs / ms}
-        errors = zip(("out", "dq", "dk", "dv"), actual, expected, strict=True)
-        row |= {f"{x}_error": float((a - e).float().norm() / e.float().norm()) for x, a, e in errors}
-        rows.append(row)
+                other_ms = forward if way == "forward" else backward
+                row |= {f"{way}_{other}_ms": other_ms, f"{way}_x_{other}": other_ms / ms}
+        rows.append(row | errors_of(actual, expected) | theirs | {"seconds": time.perf_counter() - began})
     return rows
 
 
+COMPARED = {"x flex": "flex", "x listed": "listed_flex", "x masked": "masked_flex", "x rate": "rate", "x dense": "dense"}
+WIDTHS = "{:18s} {:8s} {:8s} {:>8s} {:>8s}" + " {:>8s}" * len(COMPARED) + " {:>7s} {:>7s} {:>6s} {:>6s} {:>4s}"
+HEADER = WIDTHS.format(
+    "setting", "backend", "way", "ms", "TFLOP/s", *COMPARED, "error", "theirs", "GiB", "needed", "s"
+)  # fmt: skip
+
+
 def print_row(row: dict) -> None:
-    ways = [
-        (way, x)
-        for x in ("flex", "masked_flex", "rate", "dense")
-        for way in ("forward", "backward")
-        if f"{way}_x_{x}" in row
-    ]
-    compared = [f"{way} x {x} {row[f'{way}_x_{x}']:.3f}" for way, x in ways]
-    print(
-        f"{row['setting']:18s} {row['backend']:8s} forward {row['forward_ms']:8.3f} ms {row['forward_tflops']:4.0f} "
-        f"TFLOP/s, backward {row['backward_ms']:8.3f} ms {row['backward_tflops']:4.0f}; {', '.join(compared)}; extra "
-        f"{row['forward_extra_gib']:.3f} of {row['out_lse_lists_gib']:.3f} GiB; errors "
-        + " ".join(f"{row[f'{x}_error']:.1e}" for x in ("out", "dq", "dk", "dv")),
-        flush=True,
-    )
+    """Two lines of the table."""
+    kinds = [x for x in COMPARED.values() if f"{x}_out_error" in row]
+    for way, names in (("forward", ["out"]), ("backward", ["dq", "dk", "dv"])):
+        ratios = [f"{row[f'{way}_x_{x}']:.2f}" if f"{way}_x_{x}" in row else "" for x in COMPARED.values()]
+        ours, *theirs = (max(row[f"{kind}{x}_error"] for x in names) for kind in ("", *(f"{x}_" for x in kinds)))
+        memory = [f"{row[x]:.3f}" if way == "forward" else "" for x in ("forward_extra_gib", "out_lse_lists_gib")]
+        numbers = f"{row[f'{way}_ms']:.3f}", f"{row[f'{way}_tflops']:.0f}"
+        error = f"{ours:.0e}", f"{max(theirs):.0e}" if theirs else ""
+        seconds = f"{row['seconds']:.0f}"
+        print(WIDTHS.format(row["setting"], row["backend"], way, *numbers, *ratios, *error, *memory, seconds), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="settings, separated by commas")
     parser.add_argument("--backends", default="auto")
+    parser.add_argument("--flex", default="full,masked", help="what FlexAttention is told: full, listed, masked")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(SETTINGS)
     torch.manual_seed(0)
-    chosen = f"--only '{','.join(names)}' --backends {options.backends}"
+    chosen = f"--only '{','.join(names)}' --backends {options.backends} --flex {options.flex}"
     report = {
         "command": f"PYTHONPATH=src python3 benchmarks/blocks_gpu.py {chosen}",
         "gpu": torch.cuda.get_device_name(),
@@ -192,9 +206,10 @@ def main() -> None:
         "library": dilated_attention_pytorch.__version__,
         "rows": [],
     }
+    print(HEADER, flush=True)
     for name in names:
         torch.cuda.empty_cache()
-        for row in measure(name, SETTINGS[name], options.backends.split(",")):
+        for row in measure(name, SETTINGS[name], options.backends.split(","), options.flex.split(",")):
             report["rows"].append(row)
             print_row(row)
         if options.out:  # after each setting: what was measured is there even if a later one fails

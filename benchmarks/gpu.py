@@ -65,19 +65,25 @@ def tensors(s: Setting, batch: int = 1, n: int | None = None) -> list[torch.Tens
     return [torch.randn(shape, device=GPU, dtype=s.dtype).requires_grad_() for _ in range(3)]
 
 
-def milliseconds(call, repeats: int = 7) -> float:
-    """The median of events around single calls, after two that are not counted."""
+def milliseconds(call, repeats: int = 7, queued: bool = False) -> float:
+    """The median of events around single calls, after two that are not counted.
+
+    Queued calls follow one another as in training: where they take the GPU longer than Python, Python costs nothing.
+    Otherwise the GPU waits for each from Python's first line on.
+    """
     for _ in range(2):
         call()
-    times = []
+    events = []
     for _ in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return sorted(times)[len(times) // 2]
+        if not queued:
+            torch.cuda.synchronize()
+        events.append((start, stop))
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(stop) for start, stop in events)[repeats // 2]
 
 
 def graph_milliseconds(call) -> float:
@@ -92,16 +98,16 @@ def graph_milliseconds(call) -> float:
     return milliseconds(graph.replay)
 
 
-def forward_and_backward(function, inputs) -> tuple[float, float]:
+def forward_and_backward(function, inputs, queued: bool = False) -> tuple[float, float]:
     with torch.no_grad():
-        forward = milliseconds(lambda: function(*inputs))
+        forward = milliseconds(lambda: function(*inputs), queued=queued)
     out = function(*inputs)
     dout = torch.randn_like(out)
-    backward = milliseconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
+    backward = milliseconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True), queued=queued)
     return forward, backward
 
 
-def dense_rates(s: Setting) -> tuple[float, float]:
+def dense_rates(s: Setting, queued: bool = False) -> tuple[float, float]:
     """TFLOP/s of dense attention at the typical tile length, enough of it to fill the GPU."""
     batch = max(1, 2**17 // s.dense_length)
 
@@ -114,7 +120,7 @@ def dense_rates(s: Setting) -> tuple[float, float]:
             return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=s.causal).transpose(1, 2)
 
     flops = batch * s.heads * s.head_dim * 4 * s.dense_length**2 / (2 if s.causal else 1)
-    forward, backward = forward_and_backward(dense, tensors(s, batch, s.dense_length))
+    forward, backward = forward_and_backward(dense, tensors(s, batch, s.dense_length), queued)
     return flops / forward / 1e9, 2.5 * flops / backward / 1e9
 
 

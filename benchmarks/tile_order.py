@@ -47,7 +47,7 @@ def main() -> None:
     rows = []
     for name, (n, config) in CASES.items():
         q, k, v = (torch.randn((1, n, HEADS, HEAD_DIM), device=GPU, dtype=torch.bfloat16) for _ in range(3))
-        arguments = block_call._arguments(q, k, BlockSparse.from_config(config), None, None, False, 1.0)
+        arguments = block_call.list_arguments(q, k, BlockSparse.from_config(config), None, None, False, 1.0)
         table, _ = block_ops.block_tables(q, k, *arguments)
         in_place = table.rows[table.rows[:, 1].argsort()]  # by query block
         for order, positions in orders(n // BLOCK).items():

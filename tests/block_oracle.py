@@ -8,6 +8,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from oracle import M32, plain_word
+
 
 def nearest(i: int, blocks) -> list[int]:
     return sorted(blocks, key=lambda j: (abs(j - i), j))
@@ -68,10 +70,12 @@ def adaptive(q: Tensor, k: Tensor, ratio: str, size: int, scale: float, causal: 
     return table
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, size: int, *, causal=False, scale=None, positions=None):
+def attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, size: int, *, causal=False, scale=None, positions=None,
+              dropout=None):  # fmt: skip
     """``(out, lse)``, differentiable; ``table`` broadcasts to (B, H, query blocks, key blocks).
 
-    With ``positions`` (B, N), the rows lie in another order, and causal is by these.
+    With ``positions`` (B, N), the rows lie in another order, and causal is by these. ``dropout`` is p, seed, and the sample
+    and the row of tokens that come first.
     """
     (batch, n, heads, d), (m, key_heads) = q.shape, k.shape[1:3]
     first, scale = (m - n) // size, d**-0.5 if scale is None else scale
@@ -90,6 +94,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, size: int, *, caus
                     lses.append(torch.tensor(-math.inf, dtype=q.dtype))
                     continue
                 s = scale * (k[b, seen, g] @ q[b, a, h])
-                rows.append(s.softmax(0) @ v[b, seen, g])
+                weights = s.softmax(0)
+                if dropout is not None:
+                    p, seed, sample, row = dropout
+                    kept = [plain_word(seed, b + sample, h, 0, i + row, j + row) >= int(p * M32) for j in seen]
+                    weights = weights * torch.tensor(kept) / (1 - p)
+                rows.append(weights @ v[b, seen, g])
                 lses.append(s.logsumexp(0))
     return torch.stack(rows).view(batch, heads, n, d).transpose(1, 2), torch.stack(lses).view(batch, heads, n)

@@ -115,6 +115,7 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
         "BLOCK_N": block_n,
         "BLOCK_SIZE": block_size,
         "CAUSAL": causal,
+        "DROPOUT": False,
         "WIDE": False,
         "PRECISION": "tf32" if size == 2 else "ieee",
     }

@@ -11,6 +11,23 @@ import math
 import torch
 from torch import Tensor
 
+M32 = 2**32
+
+
+def plain_word(seed: int, b: int, h: int, branch: int, i: int, j: int) -> int:
+    """The hash of dropout written out in unbounded Python integers."""
+
+    def f(x):
+        x %= M32
+        x = (x ^ x >> 16) * 0x85EBCA6B % M32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % M32
+        return x ^ x >> 16
+
+    stream = f(f(seed % M32) + (seed >> 32) % M32)
+    stream = f(f(f(stream + b) + h) + branch)
+    row = f(stream + i * 0x9E3779B1)
+    return f(f(row ^ (j * 0x85157AF5 % M32)) + f(row ^ 0x7F4A7C15))
+
 
 def offset(rule, key_head: int, key_heads: int, rate: int) -> int:
     if rule == "interleaved":

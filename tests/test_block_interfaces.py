@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
@@ -87,16 +86,19 @@ def test_opcheck(kind):
     pattern = pattern or BlockSparse.from_config(config(kind))
     q, k, v = random_inputs(2, 50, 50, 4, 2, 8)
     lengths = torch.tensor([50, 21])
-    arguments = block_call._arguments(q, k, pattern, lengths, None, True, 0.3)
-    torch.library.opcheck(block_ops.attend_blocks, (q, k, v, None, *arguments, 0.3, "sdpa"))
+    arguments = block_call.list_arguments(q, k, pattern, lengths, None, True, 0.3)
+    torch.library.opcheck(block_ops.attend_blocks, (q, k, v, None, None, *arguments, 0.3, 0.0, "sdpa"))
     if kind == "adaptive":
         chosen = (q.detach(), k.detach(), lengths, None, pattern.spec, SIZE, True, 0.3)
         torch.library.opcheck(block_ops.choose_blocks, chosen)
-    out, lse = block_ops.attend_blocks(q, k, v, None, *arguments, 0.3, "sdpa")
+    dropping = (None, torch.tensor(5), *arguments, 0.3, 0.4, "eager")
+    torch.library.opcheck(block_ops.attend_blocks, (q, k, v, *dropping))
+    out, lse = block_ops.attend_blocks(q, k, v, None, None, *arguments, 0.3, 0.0, "sdpa")
     saved = [x.detach() for x in (q, k, v, out, lse)]
     for dlse in (None, torch.randn_like(lse)):
         torch.library.opcheck(
-            block_ops.attend_blocks_backward, (torch.randn_like(out), dlse, *saved, None, *arguments, 0.3, "sdpa")
+            block_ops.attend_blocks_backward,
+            (torch.randn_like(out), dlse, *saved, None, None, *arguments, 0.3, 0.0, "sdpa"),
         )
 
 
@@ -123,29 +125,11 @@ def test_compile_serves_new_lengths_with_one_graph(kind):
     assert counter.frame_count == graphs
 
 
-def test_module():
-    """The code of the report, as printed but for the device."""
-    from dilated_attention_pytorch.block_sparse_ring_dilated_attention import (
-        BlockSparseRingDilatedAttention as Module,
-    )
-    from dilated_attention_pytorch.block_sparse_ring_dilated_attention import SparsePatternConfig as Config
-
-    model = Module(
-        segment_lengths=[4096, 8192],
-        dilation_rates=[1, 2],
-        sparse_config=Config(pattern_type="dilated_sparse", sparsity_ratio=0.1),
-    )
-    model = nn.DataParallel(model)
-    if torch.cuda.is_available():
-        model = model.cuda()
-    inputs = torch.randn(2, 300, 4, 8)
-    output = model(inputs)
-    assert output.shape == inputs.shape
-    assert not list(model.parameters())
-    assert (Module, Config) == (BlockSparseRingDilatedAttention, SparsePatternConfig)
-
-
 def test_module_options():
+    from dilated_attention_pytorch import block_sparse_ring_dilated_attention as long_name
+
+    assert long_name.BlockSparseRingDilatedAttention is BlockSparseRingDilatedAttention
+    assert long_name.SparsePatternConfig is SparsePatternConfig
     q, k, v = (x.detach() for x in random_inputs(2, 75, 75, 4, 2, 8))
     module = BlockSparseRingDilatedAttention([40, 96], [1, 2], SparsePatternConfig("dilated_sparse", 0.4, block_size=16))
     expected = attention(q, k, v, BlockSparse.from_config(config("dilated_sparse")), is_causal=True)

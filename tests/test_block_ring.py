@@ -117,6 +117,8 @@ CASES: dict[int, list[BlockCase]] = {
         case("mask", (40, 40, 47), "contiguous", True, lengths=[127, 100]),
         case("global_local", (50, 1, 33), "zigzag", True, 2, 1, cu_seqlens=[0, 33, 33, 84]),
         case("adaptive", (33, 20, 31), "zigzag", False, 4, 2, cu_seqlens=[0, 40, 84]),
+        case("masks", (33, 20, 31), "zigzag", True, 4, 2, dropout_p=0.3, seed=2**40 + 7),
+        case("adaptive", (33, 20, 31), "contiguous", False, 4, 2, dropout_p=0.2, seed=-3, cu_seqlens=[0, 40, 84]),
     ],
     5: [
         case("hierarchical", UNEVEN, "zigzag", True, 4, 2),
@@ -163,6 +165,16 @@ def check_modules(group, rank: int, world: int) -> None:
         )
         whole = gather_sequence(many(shard_sequence(q, group, layout="zigzag"), is_causal=True), group, layout="zigzag")
         torch.testing.assert_close(whole, one(q, is_causal=True), rtol=1e-10, atol=1e-10)
+    # A seed that nobody gave is the first rank's.
+    dropping = BlockSparseRingDilatedAttention([40, 96], [1, 2], attention_dropout=0.5, group=group)
+    torch.manual_seed(rank)
+    dropped = gather_sequence(dropping(shard_sequence(q, group)), group)
+    torch.manual_seed(0)
+    torch.testing.assert_close(dropped, attention(q, q, q, dropping.pattern, dropout_p=0.5), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        gather_sequence(dropping.eval()(shard_sequence(q, group)), group), attention(q, q, q, dropping.pattern)
+    )
+    torch.manual_seed(3)
     # A step of training in DDP, which averages gradients over the ranks, is that of one device.
     settings = tiers("hierarchical")
     shards = Shards.even(n, world, "zigzag")
@@ -207,11 +219,11 @@ def check_mistakes(group, rank: int) -> None:
     refused("the mask of this pattern has 3 x 3 blocks of 16: got 60 queries and 60 keys, which are 4 x 4 blocks", built)
     refused("come in one message, so there is no bucket_size: got 7", whole, bucket_size=7)
     refused("heads are exchanged .* for one dense segment only", whole, transport="ulysses")
-    refused("block-sparse attention has no dropout", whole, dropout_p=0.1)
+    refused("block-sparse attention is one softmax", whole, mixing_gradient="detached")
     refused("blocks of sharded sequences go through 'sdpa' or 'eager'", whole, backend="triton")
     refused("excludes cu_seqlens", whole, cu_seqlens=torch.tensor([0, 30, 60]))
-    told = "has no dropout" if rank == 2 else "rank 2 refused its arguments: block-sparse attention has no dropout"
-    refused(told, whole, dropout_p=0.1 if rank == 2 else 0.0)
+    told = "p must satisfy 0 <= p < 1" if rank == 2 else "rank 2 refused its arguments: the dropout probability p must"
+    refused(told, whole, dropout_p=1.0 if rank == 2 else 0.0)
     assert attention(x, x, x, whole, group=group).shape == x.shape  # the group works on
 
 

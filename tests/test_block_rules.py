@@ -118,6 +118,7 @@ def test_bad_configurations(arguments, message):
         (torch.ones(3).bool(), ValueError, "(query heads, query blocks, key blocks), with at most"),
         (torch.ones(3, 2).bool(), ValueError, "got (3, 2)"),
         (torch.ones(0, 2).bool(), ValueError, "got (0, 2)"),
+        (torch.ones(3, 3, device="meta").bool(), ValueError, "got one on the meta device; make it on the CPU"),
     ],
 )
 def test_bad_masks(mask, error, message):

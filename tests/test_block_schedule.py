@@ -244,28 +244,16 @@ def test_patterns_for_another_length_or_without_bytes():
         DistributedSparseConfig(0.1, "bandwidth_aware", node_bytes=7).pattern(Shards.of([64], "contiguous"))
 
 
-def test_module_of_the_report():
-    """The code of the report, as printed."""
-    from dilated_attention_pytorch.block_sparse_ring_distributed_dilated_attention import (
-        BlockSparseRingDistributedDilatedAttention,
-        DistributedSparseConfig,
-    )
+def test_module_without_a_group():
+    """Under its long name, as under its short one; ``test_printed_examples.py`` runs it in a group."""
+    from dilated_attention_pytorch import BlockSparseRingDistributedDilatedAttention
+    from dilated_attention_pytorch import block_sparse_ring_distributed_dilated_attention as long_name
 
-    # Configure distributed settings
-    config = DistributedSparseConfig(
-        sparsity_ratio=0.05,
-        pattern_type="hierarchical"
-    )  # fmt: skip
-
-    # Create distributed model
-    model = BlockSparseRingDistributedDilatedAttention(
-        embed_dim=512,
-        num_heads=8,
-        segment_lengths=[4096, 8192],
-        dilation_rates=[1, 2],
-        distributed_config=config
-    )  # fmt: skip
+    assert long_name.BlockSparseRingDistributedDilatedAttention is BlockSparseRingDistributedDilatedAttention
+    assert long_name.DistributedSparseConfig is DistributedSparseConfig
+    model = BlockSparseRingDistributedDilatedAttention(512, 8, [4096], [1], DistributedSparseConfig(0.05), dropout=0.2)
     assert "sparsity_ratio=0.05, pattern_type='hierarchical'" in repr(model)
+    assert "attention_dropout=0.2" in repr(model)
     x = torch.zeros(1, 10, 512)
     with pytest.raises(RuntimeError, match=r"needs a process group: .* or use BlockSparseRingDilatedAttention on one"):
         model(x, x, x)

@@ -217,7 +217,7 @@ def test_static_lists_are_made_once():
         (torch.ones(4, 5), {}, "has 4 x 5 blocks of 16: got 75 queries and 75 keys, which are 5 x 5 blocks"),
         (torch.ones(3, 5, 5), {}, "for 1 sample(s) and 3 query head(s) (1 serves any number), got 2 and 4"),
         (torch.ones(5, 5), {"cu_seqlens": torch.tensor([0, 75])}, "it excludes cu_seqlens"),
-        (None, {"dropout_p": 0.1}, "has no dropout, got dropout_p=0.1"),
+        (None, {"dropout_p": 0.1, "backend": "sdpa"}, "sdpa: dropout is not supported (dropout_p = 0.1); use backend="),
         (None, {"mixing_gradient": "detached"}, "is one softmax"),
         (None, {"backend": "hopper"}, "hopper: Hopper kernels take blocks of 128 or 256, got 16"),
         (None, {"backend": "magic"}, "backend must be one of"),

@@ -39,8 +39,8 @@ def positions_met(table, size, n, m, causal):
     return met & (j <= i[:, None]) if causal else met
 
 
-def plain(met):
-    """Eager dense attention in the type of its inputs, masked: the yardstick of rounding."""
+def plain(met, factors=None):
+    """Eager dense attention in the type of its inputs, masked: the yardstick of rounding. Weights times factors."""
 
     def call(q, k, v):
         group = q.shape[2] // k.shape[2]
@@ -49,10 +49,20 @@ def plain(met):
         s = torch.einsum("bnhd,bmhd->bhnm", q, k) * q.shape[-1] ** -0.5
         s = s.masked_fill(hidden & ~empty[..., None], -torch.inf)
         p = s.softmax(-1).masked_fill(empty[..., None], 0.0)
+        p = p if factors is None else p * factors.to(p)
         lse = s.float().logsumexp(-1) if s.dtype != torch.float64 else s.logsumexp(-1)
         return torch.einsum("bhnm,bmhd->bnhd", p, v), lse.masked_fill(empty, -torch.inf)
 
     return call
+
+
+def kept_factors(p, seed, batch, heads, n, m):
+    """(B, H, n, m): what dropout multiplies weights by, pair by pair."""
+    kept = [
+        oracle.plain_word(seed, b, h, 0, i, j) >= int(p * oracle.M32)
+        for b in range(batch) for h in range(heads) for i in range(m - n, m) for j in range(m)
+    ]  # fmt: skip
+    return torch.tensor(kept).view(batch, heads, n, m) / (1 - p)
 
 
 def cotangents(q):
@@ -60,15 +70,21 @@ def cotangents(q):
     return torch.randn_like(q), dlse
 
 
-def check(backend, table, size, tensors, causal):
+def check(backend, table, size, tensors, causal, dropout=None):
+    """All five results; ``dropout`` is p and seed."""
     q, dtype = tensors[0], tensors[0].dtype
     (n, m), (dout, dlse) = (q.shape[1], tensors[1].shape[1]), cotangents(q)
     doubles = [x.detach().double().cpu().requires_grad_() for x in tensors]
-    slow = lambda *x: block_oracle.attention(*x, table, size, causal=causal)  # noqa: E731
+    options, factors, placed = {"backend": backend, "is_causal": causal, "return_lse": True}, None, None
+    if dropout is not None:
+        p, seed = dropout
+        options |= {"dropout_p": p, "seed": seed}
+        placed, factors = (p, seed, 0, 0), kept_factors(p, seed, q.shape[0], q.shape[2], n, m)
+    slow = lambda *x: block_oracle.attention(*x, table, size, causal=causal, dropout=placed)  # noqa: E731
     exact = with_grads(slow, doubles, dout.double().cpu(), dlse.double().cpu())
-    yardstick = with_grads(plain(positions_met(table, size, n, m, causal)), tensors, dout, dlse)
+    yardstick = with_grads(plain(positions_met(table, size, n, m, causal), factors), tensors, dout, dlse)
     pattern = BlockSparse.custom(table, block_size=size)
-    call = lambda *x: attention(*x, pattern, is_causal=causal, backend=backend, return_lse=True)  # noqa: E731
+    call = lambda *x: attention(*x, pattern, **options)  # noqa: E731
     oracle.assert_rounding_only(with_grads(call, tensors, dout, dlse), yardstick, exact, dtype)
 
 
@@ -138,7 +154,7 @@ def test_adaptive_waits_for_nothing(backend):
     q, k, v = (x.detach() for x in inputs(2, 1000, 1000, 4, 2, 64, torch.bfloat16))
 
     def call():
-        arguments = block_call._arguments(q, k, pattern, None, None, True, 0.125)
+        arguments = block_call.list_arguments(q, k, pattern, None, None, True, 0.125)
         out, lse = block_ops.attend_blocks(q, k, v, None, *arguments, 0.125, backend)
         return block_ops.attend_blocks_backward(out, None, q, k, v, out, lse, None, *arguments, 0.125, backend)
 
@@ -241,6 +257,18 @@ def test_in_a_cuda_graph(backend):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "size", "n", "m"), [(HALF[0], 128, 200, 200), (HALF[0], 32, 70, 90), (SINGLE, 64, 90, 90)]
+)
+def test_dropout(dtype, size, n, m, causal):
+    """Compiled: the weights of the rule, with grouped heads and masks of their own."""
+    blocks, first = -(-m // size), (m - n) // size
+    table = torch.ones(2, blocks - first, blocks, dtype=torch.bool)
+    table[0, -1, 0] = False
+    check("triton", table, size, inputs(1, n, m, 2, 1, 64, dtype), causal, dropout=(0.3, 2**40 + 7))
+
+
 def test_auto_takes_the_kernels():
     for dtype, size, name in (
         (torch.bfloat16, 128, "hopper"),
@@ -249,4 +277,4 @@ def test_auto_takes_the_kernels():
         (torch.float64, 128, "eager"),
     ):
         x = torch.zeros(1, 64, 2, 64, device="cuda", dtype=dtype)
-        assert block_call._choose("auto", Request.of(x, 0.0), size, 64, 64) == name
+        assert block_call.choose("auto", Request.of(x, 0.0), size, 64, 64) == name

@@ -176,10 +176,10 @@ def test_what_cannot_is_refused():
 def test_kernels_on_a_gpu_are_passed_over(monkeypatch):
     """``auto`` on a GPU: those that could serve the call if it were not causal cannot mask by position."""
     request = Request("cuda", (9, 0), torch.bfloat16, 64, 0.0)
-    assert block_call._choose("auto", request, 128, 512, 512) == "hopper"
-    assert block_call._choose("auto", request, 64, 512, 512) in ("hopper", "triton")
+    assert block_call.choose("auto", request, 128, 512, 512) == "hopper"
+    assert block_call.choose("auto", request, 64, 512, 512) in ("hopper", "triton")
     ordered = replace(request, ordered=True)
-    assert {block_call._choose("auto", ordered, size, 512, 512) for size in (32, 64, 128)} == {"eager"}
+    assert {block_call.choose("auto", ordered, size, 512, 512) for size in (32, 64, 128)} == {"eager"}
 
 
 @pytest.mark.parametrize("kind", ["hierarchical", "adaptive", "masks"])
@@ -187,7 +187,7 @@ def test_operators(kind):
     pattern, _ = pattern_of(kind, 50, 4)
     q, k, v = random_inputs(2, 50, 50, 4, 2, 8)
     positions = torch.randperm(50) if kind == "adaptive" else torch.stack([torch.randperm(50) for _ in range(2)])
-    arguments = (positions, *block_call._arguments(q, k, pattern, None, None, False, 0.3), 0.3, "eager")
+    arguments = (positions, None, *block_call.list_arguments(q, k, pattern, None, None, False, 0.3), 0.3, 0.0, "eager")
     torch.library.opcheck(block_ops.attend_blocks, (q, k, v, *arguments))
     out, lse = block_ops.attend_blocks(q, k, v, *arguments)
     saved = [x.detach() for x in (q, k, v, out, lse)]

@@ -12,7 +12,7 @@ import torch
 
 import dilated_attention_pytorch as package
 import oracle
-from dilated_attention_pytorch import BlockSparse, Dilated, explain
+from dilated_attention_pytorch import Dilated, explain
 
 ROOT = Path(package.__file__).parent
 
@@ -149,8 +149,6 @@ def test_explain_says_why_not():
         explain(q, q, q, Dilated([8], [1]), dropout_p=0.1, backend="sdpa")
     with pytest.raises(ValueError, match="0 <= p < 1, got 3"):
         explain(q, q, q, Dilated([8], [1]), dropout_p=3)
-    with pytest.raises(TypeError, match=r"got BlockSparse; .* attention and attention_weights also take"):
-        explain(q, q, q, BlockSparse.custom(torch.ones(2, 2, dtype=torch.bool), block_size=16))
 
 
 def test_explain_counts_what_ranks_send():

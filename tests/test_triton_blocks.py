@@ -30,16 +30,20 @@ def results(call, tensors, dout, dlse):
     return [x.cpu().double() for x in with_grads(call, tensors, dout.to(tensors[0]), dlse.to(tensors[0]))]
 
 
-def check(pattern, table, tensors, causal, *, size, scale=None, **options):
-    """All five results against loops over positions in float64."""
+def check(pattern, table, tensors, causal, *, size, scale=None, dropout=None, **options):
+    """All five results against loops over positions in float64; ``dropout`` is p and seed."""
     q = tensors[0]
     dout, dlse = torch.randn(q.shape), torch.randn(q.shape[0], q.shape[2], q.shape[1])
     doubles = [x.detach().cpu().double().requires_grad_() for x in tensors]
-    slow = lambda *x: block_oracle.attention(*x, table, size, causal=causal, scale=scale)  # noqa: E731
-    expected = with_grads(slow, doubles, dout.double(), dlse.double())
-    call = lambda *x: attention(  # noqa: E731
-        *x, pattern, is_causal=causal, scale=scale, backend="triton", return_lse=True, **options
+    placed = None if dropout is None else (*dropout, 0, 0)
+    slow = lambda *x: block_oracle.attention(  # noqa: E731
+        *x, table, size, causal=causal, scale=scale, dropout=placed
     )
+    expected = with_grads(slow, doubles, dout.double(), dlse.double())
+    options |= {"is_causal": causal, "scale": scale, "backend": "triton", "return_lse": True}
+    if dropout is not None:
+        options |= {"dropout_p": dropout[0], "seed": dropout[1]}
+    call = lambda *x: attention(*x, pattern, **options)  # noqa: E731
     actual = results(call, tensors, dout, dlse)
     assert_same(actual, expected, 2e-5)
     return actual
@@ -104,6 +108,30 @@ def test_masks_by_sample():
 def test_any_scale(scale):
     mask = torch.ones(2, 2, dtype=torch.bool)
     check(BlockSparse.custom(mask, block_size=32), mask, inputs(1, 40, 40, 1, 1, 16), True, size=32, scale=scale)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("size", "n", "m"), [(32, 50, 70), (256, 20, 40)])
+def test_dropout(size, n, m, causal):
+    """The weights of the rule: two samples, grouped heads with masks of their own, queries that begin late."""
+    blocks, first = -(-m // size), (m - n) // size
+    mask = torch.ones(2, blocks, blocks, dtype=torch.bool)
+    mask[0, -1, 0] = blocks == 1
+    pattern, tensors = BlockSparse.custom(mask, block_size=size), inputs(2, n, m, 2, 1, 16)
+    check(pattern, mask[:, first:], tensors, causal, size=size, dropout=(0.3, 2**40 + 7))
+
+
+def test_dropout_counts_rows_of_the_batch():
+    """Packed documents and padded samples: the reference, which tests compare with loops, has the same."""
+    pattern = BlockSparse.from_config(SparsePatternConfig("local_window", 0.5, block_size=16))
+    tensors = inputs(2, 40, 40, 1, 1, 16)
+    dout, dlse = torch.randn(tensors[0].shape), torch.randn(2, 1, 40)
+    doubles = [x.detach().cpu().double().requires_grad_() for x in tensors]
+    for options in ({"cu_seqlens": torch.tensor([0, 17, 40])}, {"lengths": torch.tensor([40, 21])}):
+        options |= {"is_causal": True, "dropout_p": 0.4, "seed": 11, "return_lse": True}
+        slow, fast = (lambda *x, b=b, o=options: attention(*x, pattern, backend=b, **o) for b in ("reference", "triton"))
+        expected = with_grads(slow, doubles, dout.double(), dlse.double())
+        assert_same(results(fast, tensors, dout, dlse), expected, 2e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -193,7 +221,7 @@ def test_tables(case):
         pattern = BlockSparse.custom(random_mask(2, 7, 7), block_size=16)
     lengths = torch.tensor([100, 0, 33]) if case in ("lengths", "adaptive", "mask") else None
     cu_seqlens = torch.tensor([0, 40, 40, 81, 100]) if case == "cu_seqlens" else None
-    arguments = block_call._arguments(q, k, pattern, lengths, cu_seqlens, True, 0.3)
+    arguments = block_call.list_arguments(q, k, pattern, lengths, cu_seqlens, True, 0.3)
     by_query, by_key = block_ops.block_tables(q, k, *arguments)
     by_key = by_key()
     expected = set()

@@ -116,12 +116,13 @@ def attention(
         query: (B, N, H, D); row ``a`` is position ``a + M - N``, so with ``N < M`` the queries are the last positions.
         key, value: (B, M, G, D) with ``H % G == 0``; query head ``h`` reads key head ``h // (H // G)``.
         pattern: which positions meet, for example ``Dilated([2048, 4096], [1, 2])``; or a ``BlockSparse``, which has
-            neither dropout nor mixing gradients, and runs on ``"sdpa"`` and ``"eager"`` with ``group``; ``"hopper"`` takes
+            no mixing gradients, and runs on ``"sdpa"`` and ``"eager"`` with ``group``; ``"hopper"`` takes
             blocks of 128 and 256 with ``N == M``.
         is_causal: a position sees itself and earlier ones only.
         scale: of the scores; ``D ** -0.5`` by default.
         dropout_p: probability of dropping a weight. Whether ``(sample, head, i, j, branch)`` is kept depends on ``seed``
-            and those numbers alone. The backends ``triton``, ``eager`` and ``reference`` support it.
+            and those numbers alone (branch 0 for a ``BlockSparse``). The backends ``triton``, ``eager`` and ``reference``
+            support it.
         seed: of dropout; drawn from PyTorch's generator of the query's device if None.
         lengths: (B,), the valid positions at the front of each sample. Its result is what it would be alone; rows behind
             are 0 (lse -inf). On a GPU this waits for the device.
@@ -214,7 +215,7 @@ def attention(
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)
     detach = mixing_gradient == "detached"
-    used_seed = _seed(seed, dropout_p, query)
+    used_seed = ops.drawn_seed(seed, dropout_p, query)
     positions = order.positions if order is not None and is_causal else None
     if order is not None and not in_order:
         query, key, value = order.permute(query), order.permute(key), order.permute(value)
@@ -235,14 +236,6 @@ def attention(
     if order is not None and not in_order:
         out, lse = order.unpermute(out), order.unpermute(lse, dim=2) if return_lse else lse
     return (out, lse) if return_lse else out
-
-
-def _seed(seed: int | Tensor | None, dropout_p: float, query: Tensor) -> Tensor | None:
-    if dropout_p == 0.0:
-        return None
-    if seed is None:
-        return torch.randint(0, 2**62, (), dtype=torch.int64, device=query.device)
-    return torch.as_tensor(seed, dtype=torch.int64, device=query.device)
 
 
 def _reference(

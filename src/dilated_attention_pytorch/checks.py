@@ -53,11 +53,11 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_pattern(pattern: Dilated) -> None:
-    """Raise if this is no pattern of branches."""
+    """Raise if this is no pattern; callers serve a ``BlockSparse`` before they ask."""
     if not isinstance(pattern, Dilated):
         raise TypeError(
-            f"pattern must be a Dilated, got {type(pattern).__name__}; write Dilated([2048, 4096], [1, 2]). attention and "
-            "attention_weights also take a BlockSparse: write BlockSparse.from_config(config)"
+            f"pattern must be a Dilated or a BlockSparse, got {type(pattern).__name__}; write Dilated([2048, 4096], "
+            "[1, 2]), BlockSparse.from_config(SparsePatternConfig(...)) or DistributedSparseConfig(...).pattern(shards)"
         )
 
 

@@ -50,12 +50,14 @@ class Dropout:
     seed: Any  # an integer, or a tensor of one
     first_sample: int = 0
     first_row: int = 0
+    first_head: int = 0
 
-    def at(self, first_sample: int, first_row: int) -> Dropout:
-        """The same for tensors that start at this sample and row."""
-        return replace(self, first_sample=first_sample, first_row=first_row)
+    def at(self, first_sample: int, first_row: int, first_head: int = 0) -> Dropout:
+        """The same for tensors that start at this sample, row and query head."""
+        return replace(self, first_sample=first_sample, first_row=first_row, first_head=first_head)
 
     def factors(self, sample: Any, head: Any, branch: int, i: Any, j: Any) -> Any:
-        """What the weights of pairs are multiplied by: ``1 / (1 - p)`` if kept, else 0."""
-        word = words(self.seed, sample + self.first_sample, head, branch, i + self.first_row, j + self.first_row)
-        return (word >= threshold(self.p)) / (1.0 - self.p)
+        """What the weights of pairs, given as tensors, are multiplied by: ``1 / (1 - p)`` if kept, else 0, in float64."""
+        sample, head = sample + self.first_sample, head + self.first_head
+        word = words(self.seed, sample, head, branch, i + self.first_row, j + self.first_row)
+        return (word >= threshold(self.p)).double() / (1.0 - self.p)

@@ -26,11 +26,20 @@ def tile_kernel(backend: str, query: Tensor) -> TileKernel:
     return kernel(Request.of(query, dropout_p=0.0))
 
 
-def kernel_name(backend: str, query: Tensor) -> str:
+def kernel_name(backend: str, query: Tensor, tables: str = "launch tables") -> str:
     """What computes the tiles."""
     if backend in ("hopper", "triton"):
-        return {"hopper": "warp-specialised", "triton": "Triton"}[backend] + " kernels over launch tables"
+        return {"hopper": "warp-specialised", "triton": "Triton"}[backend] + f" kernels over {tables}"
     return "dense, from the definition" if backend == "reference" else tile_kernel(backend, query).name
+
+
+def drawn_seed(seed: int | Tensor | None, dropout_p: float, query: Tensor) -> Tensor | None:
+    """The seed as operators take it: drawn from the generator of the query's device if none is given."""
+    if dropout_p == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(0, 2**62, (), dtype=torch.int64, device=query.device)
+    return torch.as_tensor(seed, dtype=torch.int64, device=query.device)
 
 
 def rows_contiguous(x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def _forward(
         lse[:, :, block] = block_lse
         weights = scores.sub_(_finite(block_lse).unsqueeze(-1)).exp_()
         if factors is not None:
-            weights.mul_(factors(block, seen))
+            weights.mul_(factors(block, seen).to(dtype))
         out[:, :, block] = torch.matmul(weights, v[:, :, seen].to(dtype))
     return out, lse
 
@@ -95,7 +95,7 @@ def _backward(
         dweights = torch.matmul(dout_block, v[:, :, seen].to(dtype).transpose(-1, -2))
         kept = weights
         if factors is not None:
-            some = factors(block, seen)
+            some = factors(block, seen).to(dtype)
             kept, dweights = weights * some, dweights.mul_(some)
         dv[:, :, seen] += torch.matmul(kept.transpose(-1, -2), dout_block)
         dscores = dweights.sub_(delta).mul_(weights)

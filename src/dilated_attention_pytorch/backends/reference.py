@@ -152,7 +152,7 @@ def attend(
             if dropout_p > 0.0:
                 assert seed is not None
                 dropout = Dropout(dropout_p, seed.to(i.device), first_sample, first_row)
-                part = part * _kept(dropout, branch, i, j, query.shape[0], heads)
+                part = part * _kept(dropout, branch, i, j, query.shape[0], heads).to(compute)
             p = p + part
     with _full_precision(query):
         out = torch.einsum("bhnm,bmhd->bnhd", p, value.repeat_interleave(heads // key_heads, dim=2))
@@ -167,14 +167,20 @@ def block_weights(query: Tensor, key: Tensor, met_bhnm: Tensor, scale: float) ->
     return _softmax(s, lse), lse
 
 
-def attend_blocks(query: Tensor, key: Tensor, value: Tensor, met_bhnm: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))`` of a multiplicity that is 0 or 1."""
+def attend_blocks(
+    query: Tensor, key: Tensor, value: Tensor, met_bhnm: Tensor, scale: float, dropout: Dropout | None
+) -> tuple[Tensor, Tensor]:
+    """``(out (B, N, H, D), lse (B, H, N))`` of a multiplicity that is 0 or 1; the queries are the last positions."""
     heads, key_heads = query.shape[2], key.shape[2]
     check_size(query.shape[0] * heads * query.shape[1] * key.shape[1])
     dtype = query.dtype
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     query, key, value = query.to(compute), key.to(compute), value.to(compute)
     p, lse = block_weights(query, key, met_bhnm, scale)
+    if dropout is not None:
+        (n, m), device = (query.shape[1], key.shape[1]), query.device
+        i, j = torch.arange(m - n, m, device=device)[:, None], torch.arange(m, device=device)[None, :]
+        p = p * _kept(dropout, 0, i, j, query.shape[0], heads).to(compute)
     with _full_precision(query):
         out = torch.einsum("bhnm,bmhd->bnhd", p, value.repeat_interleave(heads // key_heads, dim=2))
     return out.to(dtype).contiguous(), lse

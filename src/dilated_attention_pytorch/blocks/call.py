@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch import backends
+from dilated_attention_pytorch import backends, ops
 from dilated_attention_pytorch.backends import hopper, reference
 from dilated_attention_pytorch.backends.request import ORDER_REASON, Request
 from dilated_attention_pytorch.blocks import ops as block_ops
@@ -22,23 +22,11 @@ from dilated_attention_pytorch.checks import (
     check_qkv,
     rows_in_order,
 )
+from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.merge import accumulate_dtype
 from dilated_attention_pytorch.orders import Identity, Order
 from dilated_attention_pytorch.patterns import Dilated
 from dilated_attention_pytorch.spans import Span
-
-
-def _check_served(dropout_p: float, seed: Any, mixing_gradient: str) -> None:
-    """Raise for what block-sparse patterns do not have."""
-    if dropout_p > 0.0 or seed is not None:
-        raise ValueError(
-            f"block-sparse attention has no dropout, got dropout_p={dropout_p} and seed={seed}; drop out values before or "
-            "results after it"
-        )
-    if mixing_gradient != "exact":
-        raise ValueError(
-            "mixing_gradient='detached' is about branches of Dilated; block-sparse attention is one softmax: leave it out"
-        )
 
 
 def causal_by_position(pattern: Dilated | BlockSparse, order: Order | None, is_causal: bool) -> bool:
@@ -71,28 +59,40 @@ def prepare_blocks(
     check_qkv(query, key, value)
     check_options(scale, dropout_p, mixing_gradient)
     check_call(query, key, is_causal, seed, lengths, cu_seqlens)
-    _check_served(dropout_p, seed, mixing_gradient)
+    if mixing_gradient != "exact":
+        raise ValueError(
+            "mixing_gradient='detached' is about branches of Dilated; block-sparse attention is one softmax: leave it out"
+        )
     return query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
-def _choose(backend: str, request: Request, block_size: int, n: int, m: int) -> str:
-    # Reasons are put into words only where they are raised: compilers cannot format lengths that they do not know.
-    more = hopper.why_not_blocks(block_size, n, m) if backend == "hopper" else []
-    if more:
-        more = hopper.why_not(request) + more
-    if backend == "triton" and request.ordered:  # its kernels for dilated patterns can
-        more = [ORDER_REASON]
-    if more:
-        raise ValueError("no backend can serve this call:\n" + "\n".join(f"  {backend}: {reason}" for reason in more))
-    if backend != "auto" or (block_size in hopper.BLOCK_SIZES and n == m and not request.ordered):
-        return backends.choose(backend, request)
-    # Without those that have such reasons, in the order of all calls.
-    others = ("hopper", "triton") if request.ordered else ("hopper",)
+def why_not(name: str, request: Request, block_size: int, n: int, m: int) -> list[str]:
+    """The reasons why a backend cannot serve a block-sparse call of n queries over m keys."""
+    reasons = backends.why_not(name, request)
+    if name == "hopper":
+        reasons = reasons + hopper.why_not_blocks(block_size, n, m)
+    if name == "triton" and request.ordered:  # its kernels for dilated patterns can
+        reasons = [*reasons, ORDER_REASON]
+    return reasons
+
+
+def choose(backend: str, request: Request, block_size: int, n: int, m: int) -> str:
+    """The name of the backend to use, see ``backends.choose``."""
+    backends.check_name(backend)
+    if backend != "auto":
+        reasons = why_not(backend, request, block_size, n, m)
+        if reasons:
+            raise ValueError("no backend can serve this call:\n" + "\n".join(f"  {backend}: {x}" for x in reasons))
+        return backend
+    # Without words: compilers cannot format lengths that they do not know.
+    others = [] if block_size in hopper.BLOCK_SIZES and n == m else ["hopper"]
+    if request.ordered:
+        others.append("triton")
     served = (name for name in backends.candidates(backend, request) if name not in others)
     return next(name for name in served if not backends.why_not(name, request))
 
 
-def _arguments(
+def list_arguments(
     query: Tensor,
     key: Tensor,
     pattern: BlockSparse,
@@ -110,6 +110,14 @@ def _arguments(
         options = (lengths, cu_seqlens, pattern.spec, pattern.block_size, is_causal, scale)
         lists = (block_ops.choose_blocks(query.detach(), key.detach(), *options), None, None)
     return (lengths, cu_seqlens, *lists, pattern.spec, pattern.block_size, is_causal)
+
+
+def as_chosen(query: Tensor, key: Tensor, pattern: BlockSparse, is_causal: bool, scale: float) -> BlockSparse:
+    """The pattern; an adaptive one as the mask of blocks that it chooses for these tensors and this causality."""
+    if not pattern.is_adaptive:
+        return pattern
+    ((_, lists),) = block_ops.block_lists(query, key, *list_arguments(query, key, pattern, None, None, is_causal, scale))
+    return BlockSparse("", pattern.block_size, lists, lists)
 
 
 def block_attention(
@@ -140,19 +148,22 @@ def block_attention(
     if order is not None:
         check_order(order, query, key, lengths, cu_seqlens)
     by_position = causal_by_position(pattern, order, is_causal)
-    chosen = _choose(backend, Request.of(query, 0.0, by_position), pattern.block_size, n, m)
+    chosen = choose(backend, Request.of(query, dropout_p, by_position), pattern.block_size, n, m)
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)
     if order is not None and not in_order:
         query, key, value = order.permute(query), order.permute(key), order.permute(value)
     positions = order.positions if order is not None and by_position else None
+    used_seed = ops.drawn_seed(seed, dropout_p, query)
     # Rows of any place may have earlier positions: the lists are then those of the call that is not causal.
-    arguments = _arguments(query, key, pattern, lengths, cu_seqlens, is_causal and not by_position, used_scale)
+    arguments = list_arguments(query, key, pattern, lengths, cu_seqlens, is_causal and not by_position, used_scale)
     if chosen == "reference":
         lists = block_ops.block_lists(query, key, *arguments)
-        out, lse = _reference(query, key, value, lists, is_causal, used_scale, positions)
+        dropout = Dropout(dropout_p, used_seed) if dropout_p > 0.0 else None
+        out, lse = _reference(query, key, value, lists, is_causal, used_scale, positions, dropout)
     else:
-        out, lse = block_ops.attend_blocks(query, key, value, positions, *arguments, used_scale, chosen)
+        optional = positions, used_seed
+        out, lse = block_ops.attend_blocks(query, key, value, *optional, *arguments, used_scale, dropout_p, chosen)
     return (out, lse) if order is None or in_order else (order.unpermute(out), order.unpermute(lse, dim=2))
 
 
@@ -174,6 +185,7 @@ def _reference(
     is_causal: bool,
     scale: float,
     positions: Tensor | None,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor]:
     (batch, n, heads, _), device = query.shape, query.device
     # Selected, so that the result belongs to the graph even if every sequence is empty.
@@ -184,7 +196,8 @@ def _reference(
         i = torch.arange(span.positions.start, span.positions.stop, device=device)
         met = _met(some, i, span.length, is_causal, positions)
         rows, columns = (span.samples, span.queries), (span.samples, span.keys)
-        part, part_lse = reference.attend_blocks(query[rows], key[columns], value[columns], met, scale)
+        placed = dropout and dropout.at(span.samples.start, span.keys.start)
+        part, part_lse = reference.attend_blocks(query[rows], key[columns], value[columns], met, scale, placed)
         out[rows] = part
         lse[span.samples, :, span.queries] = part_lse
     return out, lse
@@ -203,7 +216,7 @@ def block_attention_weights(
     """The weights of checked query rows, (B, H, rows, M); see ``attention_weights``."""
     (batch, n, heads, _), m = query.shape, key.shape[1]
     pattern.check_call(batch, n, m, heads, is_causal=is_causal, packed=False)
-    arguments = _arguments(query, key, pattern, lengths, None, is_causal, scale)
+    arguments = list_arguments(query, key, pattern, lengths, None, is_causal, scale)
     compute = accumulate_dtype(query.dtype)
     result = torch.zeros((batch, heads, len(rows), m), dtype=compute, device=query.device)
     for span, lists in block_ops.block_lists(query, key, *arguments):

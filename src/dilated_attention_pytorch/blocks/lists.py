@@ -23,8 +23,10 @@ def transposed_entries(columns: Tensor, readers: Tensor, lists: int) -> tuple[Te
 
     Without waiting for a device, and without atomic additions.
     """
-    ordered, order = columns.sort(stable=True)
-    bounds = torch.searchsorted(ordered, torch.arange(lists + 1, device=columns.device))
+    # Numbers of few bits are sorted faster: 40, 74 or 170 ms for 3 million entries of 16, 32 or 64 on a CPU.
+    dtype = next(x for x in (torch.int16, torch.int32, torch.int64) if lists <= torch.iinfo(x).max)
+    ordered, order = columns.to(dtype).sort(stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(lists + 1, dtype=dtype, device=columns.device))
     return bounds.diff(), bounds[:-1], readers[order]
 
 
@@ -140,6 +142,26 @@ class BlockLists:
         table = torch.zeros((self.counts.numel(), self.key_blocks), dtype=torch.bool, device=device)
         table[row.to(device), self.indices[entry.to(device)].long()] = True
         return table.view(*self.counts.shape, self.key_blocks)
+
+    def pairs(self, positions: range, length: int, is_causal: bool) -> int:
+        """The query-key pairs of all lists, for queries at these positions of a sequence of so many.
+
+        Blocks of 4 and 6 positions: rows 0 to 3 see 4 keys, rows 4 and 5 all 6; if causal, 1, 2, 3, 4, 5 and 6.
+
+        >>> lists = BlockLists.from_mask(torch.tensor([[1, 0], [1, 1]]).bool(), 4)
+        >>> lists.pairs(range(6), 6, is_causal=False), lists.pairs(range(6), 6, is_causal=True)
+        (28, 21)
+        """
+        size, block = self.block_size, self.first + torch.arange(self.query_blocks)
+        # Rows of each query block, counted from its start.
+        begin, end = (positions.start - block * size).clamp(min=0), (positions.stop - block * size).clamp(max=size)
+        row, entry = self._entries()
+        row, key_block = row % max(1, self.query_blocks), self.indices.cpu()[entry]
+        pairs = (end - begin)[row] * (length - key_block.long() * size).clamp(max=size)
+        if is_causal:
+            triangle = (end * (end + 1) - begin * (begin + 1)) // 2
+            pairs = torch.where(key_block == block[row], triangle[row], pairs)
+        return int(pairs.sum())
 
     def transposed(self) -> BlockLists:
         """For each key block the query blocks that read it, ascending: what sums of dk and dv go by.

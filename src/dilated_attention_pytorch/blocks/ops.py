@@ -21,6 +21,7 @@ from dilated_attention_pytorch.blocks import rules
 from dilated_attention_pytorch.blocks import tiles as block_tiles
 from dilated_attention_pytorch.blocks.lists import BlockLists
 from dilated_attention_pytorch.blocks.pattern import SparsePatternConfig
+from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.spans import Span, host_cu_seqlens, host_lengths, spans
 
 
@@ -87,6 +88,14 @@ def _chosen(
     return BlockLists(budget.expand(some.shape), some, indices.flatten(), block_size, blocks, first)
 
 
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """What lists ask of a tensor, in its place: tables are kept longer than tensors should be."""
+
+    shape: torch.Size
+    device: torch.device
+
+
 @dataclass(frozen=True)
 class _Blocks:
     """Everything that decides about the lists of a call. Equal ones share their tables."""
@@ -106,8 +115,7 @@ class _Blocks:
         lists = (indices, starts, counts)
         if starts is None and indices is not None:  # only the shape of what was chosen decides
             lists = (torch.empty(indices.shape, dtype=indices.dtype, device="meta"), None, None)
-        # Stand-ins of one element: tables are kept longer than tensors should be.
-        shapes = tuple(torch.empty(1, device=x.device).expand(x.shape) for x in (query, key))
+        shapes = _Like(query.shape, query.device), _Like(key.shape, key.device)
         return _Blocks(
             shapes=(tuple(query.shape[:3]), tuple(key.shape[:3])),
             lengths=host_lengths(lengths, key.shape[1]),
@@ -174,6 +182,12 @@ def _kernels(backend: str) -> Any:
     return importlib.import_module(f"dilated_attention_pytorch.backends.{backend}.block_run")
 
 
+def _dropout_of_kernels(backend: str, dropout_p: float, seed: Tensor | None) -> dict[str, Any]:
+    """The further arguments of kernels that have dropout."""
+    assert backend == "triton" or dropout_p == 0.0, "refused by why_not"
+    return {"dropout_p": dropout_p, "seed": seed} if backend == "triton" else {}
+
+
 def _choose_blocks(
     query: Tensor,
     key: Tensor,
@@ -228,6 +242,7 @@ def _attend_blocks(
     key: Tensor,
     value: Tensor,
     positions: Tensor | None,
+    seed: Tensor | None,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     indices: Tensor | None,
@@ -237,6 +252,7 @@ def _attend_blocks(
     block_size: int,
     is_causal: bool,
     scale: float,
+    dropout_p: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))`` of a block-sparse pattern.
@@ -250,11 +266,13 @@ def _attend_blocks(
         by_query, _ = block_tables(query, key, *arguments)
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
             result: tuple[Tensor, Tensor] = _kernels(backend).forward(
-                by_query, query, key, value, block_size=block_size, is_causal=is_causal, scale=scale
-            )
+                by_query, query, key, value,
+                block_size=block_size, is_causal=is_causal, scale=scale, **_dropout_of_kernels(backend, dropout_p, seed),
+            )  # fmt: skip
         return result
     lists = block_lists(query, key, *arguments)
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "kernel": ops.tile_kernel(backend, query)}
+    options["dropout"] = Dropout(dropout_p, seed) if dropout_p > 0.0 else None
     return block_tiles.forward(lists, query, key, value, positions=ops.row_positions(positions, query), **options)
 
 
@@ -267,6 +285,7 @@ def _attend_blocks_backward(
     out: Tensor,
     lse: Tensor,
     positions: Tensor | None,
+    seed: Tensor | None,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     indices: Tensor | None,
@@ -276,6 +295,7 @@ def _attend_blocks_backward(
     block_size: int,
     is_causal: bool,
     scale: float,
+    dropout_p: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``."""
@@ -287,18 +307,19 @@ def _attend_blocks_backward(
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             grads: tuple[Tensor, Tensor, Tensor] = _kernels(backend).backward(
                 by_query, by_key, dout, dlse, query, key, value, out, lse,
-                block_size=block_size, is_causal=is_causal, scale=scale,
+                block_size=block_size, is_causal=is_causal, scale=scale, **_dropout_of_kernels(backend, dropout_p, seed),
             )  # fmt: skip
         return grads
     lists = block_lists(query, key, *arguments)
     tensors = (dout, dlse, query, key, value, out, lse)
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "kernel": ops.tile_kernel(backend, query)}
+    options["dropout"] = Dropout(dropout_p, seed) if dropout_p > 0.0 else None
     return block_tiles.backward(lists, *tensors, positions=ops.row_positions(positions, query), **options)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *optional = inputs[:9]
-    ctx.constants = inputs[9:]
+    query, key, value, *optional = inputs[:10]
+    ctx.constants = inputs[10:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(query, key, value, *output, *optional)
 
@@ -306,11 +327,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, value, out, lse, *optional = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 14
+        return (None,) * 16
     if dout is None:
         dout = torch.zeros_like(out)
     grads = attend_blocks_backward(dout, dlse, query, key, value, out, lse, *optional, *ctx.constants)
-    return (*grads, *(None,) * 11)
+    return (*grads, *(None,) * 13)
 
 
 choose_blocks = ops.define_operator("choose_blocks", _choose_blocks, _choose_blocks_fake)

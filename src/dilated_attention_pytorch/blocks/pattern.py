@@ -215,6 +215,10 @@ class BlockSparse:
                 "mask must be (query blocks, key blocks) or (query heads, query blocks, key blocks), with at most as many "
                 f"query blocks as key blocks and at least one: got {tuple(mask.shape)}"
             )
+        if mask.is_meta:
+            raise ValueError(
+                "mask must have values, of which lists are made: got one on the meta device; make it on the CPU"
+            )
         return BlockSparse._of_mask(mask, block_size)
 
     @staticmethod

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch import tiles
 from dilated_attention_pytorch.blocks.lists import BlockLists
+from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.merge import accumulate_dtype, merge_
 from dilated_attention_pytorch.pieces import Positions
 from dilated_attention_pytorch.spans import Span
@@ -41,6 +42,15 @@ class _Tiles:
     causal: bool = False
     # Of the numbers of key and query blocks: which tiles count. Where the host can read them, only those are made.
     gate: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedDropout:
+    """Dropout of some query and key rows; which pairs it keeps depends on their places in the row of tokens."""
+
+    dropout: Dropout  # at the first sample and head
+    queries: Tensor  # (N,) places
+    keys: Tensor  # (M,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,15 @@ class _Call:
         if positions is None:
             return {}
         return {"positions": (positions[0][self.sample, self.row], positions[1][self.sample, self.key_row])}
+
+    def kept(self, placed: PlacedDropout | None) -> dict[str, Any]:
+        """The further argument of a kernel, if weights are dropped."""
+        if placed is None:
+            return {}
+        sample, head = self.sample.unsqueeze(-1), self.head.unsqueeze(-1)
+        i, j = placed.queries[self.row].unsqueeze(-1), placed.keys[self.key_row].unsqueeze(-2)
+        factors = placed.dropout.factors
+        return {"factors": lambda rows, keys: factors(sample, head, 0, i[:, :, rows], j[..., keys])}
 
     def put_queries(self, x_bnh: Tensor, part: Tensor) -> None:
         """Write ``queries`` back: no row is in two units of a call."""
@@ -201,6 +220,7 @@ def forward(
     scale: float,
     kernel: TileKernel,
     positions: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged.
 
@@ -216,12 +236,20 @@ def forward(
         attend_(
             some, span.positions, query[rows], key[columns], value[columns], out[rows], lse_bnh[rows],
             is_causal=is_causal, scale=scale, kernel=kernel, limit=limit, originals=_of_span(positions, span),
+            dropout=_at_span(dropout, span, query.device),
         )  # fmt: skip
     return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
 
 
 def _of_span(positions: Tensor | None, span: Span) -> Positions | None:
     return None if positions is None else (positions[span.samples, span.queries], positions[span.samples, span.keys])
+
+
+def _at_span(dropout: Dropout | None, span: Span, device: torch.device) -> PlacedDropout | None:
+    if dropout is None:
+        return None
+    keys = torch.arange(span.keys.start, span.keys.stop, device=device)
+    return PlacedDropout(dropout.at(span.samples.start, 0), keys[span.positions.start : span.positions.stop], keys)
 
 
 def attend_(
@@ -238,6 +266,7 @@ def attend_(
     kernel: TileKernel,
     limit: int,
     originals: Positions | None = None,
+    dropout: PlacedDropout | None = None,
 ) -> None:
     """Merge the attention of lists into ``out`` and ``lse_bnh``, both in the accumulation type; the scale is positive.
 
@@ -246,7 +275,7 @@ def attend_(
     sees only keys whose original positions are not larger than its own.
     """
     for call in _calls(lists, positions, q, k, is_causal, limit):
-        _forward_call_(call, q, k, v, out, lse_bnh, scale, kernel, originals)
+        _forward_call_(call, q, k, v, out, lse_bnh, scale, kernel, originals, dropout)
 
 
 def _forward_call_(
@@ -259,9 +288,10 @@ def _forward_call_(
     scale: float,
     kernel: TileKernel,
     originals: Positions | None,
+    dropout: PlacedDropout | None,
 ) -> None:
-    mask = call.positions(originals)
-    part, part_lse = kernel.forward(call.queries(q), call.keys(k), call.keys(v), call.causal, scale, **mask)
+    more = call.positions(originals) | call.kept(dropout)
+    part, part_lse = kernel.forward(call.queries(q), call.keys(k), call.keys(v), call.causal, scale, **more)
     if call.gate is not None:
         part_lse = part_lse.masked_fill(~call.gate[:, None, None], -torch.inf)
     merged, merged_lse = call.queries(out), call.queries(lse_bnh)
@@ -284,6 +314,7 @@ def backward(
     scale: float,
     kernel: TileKernel,
     positions: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``: the gradients of all tiles, summed, given the merged ``out`` and ``lse``."""
     query, scale, sign = tiles.positive_scale(query, scale)
@@ -298,7 +329,7 @@ def backward(
         add_gradients_(
             some, span.positions, by_row, None if dlse_bnh is None else dlse_bnh[rows], qkv,
             (dq[rows], dk[columns], dv[columns]), is_causal=is_causal, scale=scale, kernel=kernel, limit=limit,
-            originals=_of_span(positions, span),
+            originals=_of_span(positions, span), dropout=_at_span(dropout, span, query.device),
         )  # fmt: skip
     if sign != 1.0:
         dq *= sign
@@ -318,13 +349,14 @@ def add_gradients_(
     kernel: TileKernel,
     limit: int,
     originals: Positions | None = None,
+    dropout: PlacedDropout | None = None,
 ) -> None:
     """Add the gradients of ``attend_`` to ``grads`` (dq, dk, dv); ``by_row`` is dout, out and lse (B, N, H)."""
     (q, k, v), (dq, dk, dv) = qkv, grads
     # Sums go to tensors of their own, whose rows follow one another.
     k_sums, v_sums = (torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in (k, v))
     for call in _calls(lists, positions, q, k, is_causal, limit):
-        _backward_call_(call, *by_row, dlse_bnh, q, k, v, (dq, k_sums, v_sums), scale, kernel, originals)
+        _backward_call_(call, *by_row, dlse_bnh, q, k, v, (dq, k_sums, v_sums), scale, kernel, originals, dropout)
     dk += k_sums
     dv += v_sums
 
@@ -342,12 +374,14 @@ def _backward_call_(
     scale: float,
     kernel: TileKernel,
     originals: Positions | None,
+    dropout: PlacedDropout | None,
 ) -> None:
     mask = call.positions(originals)
     q, k, v, lse = call.queries(query), call.keys(key), call.keys(value), call.queries(lse_bnh)
     if call.gate is not None:
         lse = lse.masked_fill(~call.gate[:, None, None], torch.inf)  # all weights 0
-    part = kernel.backward(call.queries(dout), q, k, v, call.queries(out), lse, call.causal, scale, **mask)
+    more = mask | call.kept(dropout)
+    part = kernel.backward(call.queries(dout), q, k, v, call.queries(out), lse, call.causal, scale, **more)
     call.add_queries(grads[0], part[0])
     call.add_keys(grads[1], part[1])
     call.add_keys(grads[2], part[2])

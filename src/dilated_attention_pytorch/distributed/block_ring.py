@@ -43,7 +43,7 @@ def block_work(
     cu_seqlens: tuple[int, ...] | None,
 ) -> tuple[BlockWork, int | None]:
     """The work of this rank, and how many messages are under way at a time: see ``Job``."""
-    (batch, _, heads, head_dim), key_heads = query.shape, key.shape[2]
+    (batch, _, heads, _), key_heads = query.shape, key.shape[2]
     call: dict[str, Any] = {"is_causal": is_causal, "lengths": lengths, "cu_seqlens": cu_seqlens}
     if pattern.is_adaptive:  # nobody knows how much the others receive
         places = adaptive_places(query, key, pattern, shards, wire, scale, **call)
@@ -51,14 +51,18 @@ def block_work(
         return work, None if transport == "allgather" else 1
     work = static_work(pattern, shards, wire.rank, (batch, heads, key_heads), query.device, **call)
     if transport == "auto":
-        row_bytes = batch * head_dim * query.element_size()
-        costs = traffic(work, shards, head_dim, query.element_size(), 2 * (heads + key_heads) * row_bytes)
-        transport = choose_transport(costs)
+        transport = choose_transport(costs_of(work, shards, query, key_heads))
     return work, None if transport == "allgather" else 1
 
 
+def costs_of(work: BlockWork, shards: Shards, query: Tensor, key_heads: int) -> Costs:
+    """What a forward with such queries sends."""
+    (batch, _, heads, head_dim), size = query.shape, query.element_size()
+    return _traffic(work, shards, head_dim, size, 2 * (heads + key_heads) * batch * head_dim * size)
+
+
 @lru_cache(maxsize=16)
-def traffic(work: BlockWork, shards: Shards, head_dim: int, element_size: int, row_bytes: int) -> Costs:
+def _traffic(work: BlockWork, shards: Shards, head_dim: int, element_size: int, row_bytes: int) -> Costs:
     """What a forward sends, on the rank that has most to do: the same answer on every rank.
 
     ``row_bytes`` are those of a row of queries, keys, values and output.

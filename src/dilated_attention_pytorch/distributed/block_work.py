@@ -29,6 +29,7 @@ from dilated_attention_pytorch.distributed.block_schedule import (
 from dilated_attention_pytorch.distributed.executor import Part
 from dilated_attention_pytorch.distributed.route import Message
 from dilated_attention_pytorch.distributed.shards import Shards
+from dilated_attention_pytorch.dropout import Dropout
 from dilated_attention_pytorch.pieces import Positions
 from dilated_attention_pytorch.spans import Span, spans
 
@@ -67,6 +68,7 @@ class Step:
     is_causal: bool
     places: range  # of the query rows in the sequence
     packed: Ranges  # the places of all packed rows, of which ``keys`` are some
+    first_row: int  # of the sequence within the row of tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +81,7 @@ class BlockWork:
     received_steps: dict[tuple[int, int], tuple[Step, ...]]  # by tick and number of the part
     sent_rows: dict[tuple[int, int], Tensor]  # the same: which rows of this rank
     positions: Tensor | None = None  # (B, N), of the whole sequence: what causality goes by under an order
+    dropout: Dropout | None = None
 
     def numel(self, message: Message, row_shape: torch.Size) -> int:
         """Elements of a message."""
@@ -110,7 +113,11 @@ class BlockWork:
 
     def _computed(self, steps: Sequence[Step], k: Tensor, v: Tensor) -> Iterator[Part]:
         for step in steps:
-            options: dict[str, Any] = {"is_causal": step.is_causal, "originals": self._originals(step)}
+            options: dict[str, Any] = {
+                "is_causal": step.is_causal,
+                "originals": self._originals(step),
+                "dropout": self._placed_dropout(step, k.device),
+            }
             attend_, add_gradients_ = (
                 partial(x, step.lists, step.positions, **options) for x in (block_tiles.attend_, block_tiles.add_gradients_)
             )
@@ -123,6 +130,14 @@ class BlockWork:
         some = self.positions[step.rows[0]]
         keys = torch.cat([some[:, x.start : x.stop] for x in step.packed], 1)[:, step.keys]
         return some[:, step.places.start : step.places.stop], keys
+
+    def _placed_dropout(self, step: Step, device: torch.device) -> block_tiles.PlacedDropout | None:
+        if self.dropout is None:
+            return None
+        samples, _, heads = step.rows
+        keys = torch.cat([torch.arange(x.start, x.stop, device=device) for x in step.packed])[step.keys]
+        queries = torch.arange(step.places.start, step.places.stop, device=device)
+        return block_tiles.PlacedDropout(self.dropout.at(samples.start, step.first_row, heads.start), queries, keys)
 
     def _shapes(self, message: Message, row_shape: torch.Size) -> Iterator[tuple[int, ...]]:
         for place_number, transfer in message.parts:
@@ -250,7 +265,9 @@ def _steps(
             if some.indices.numel():
                 places = range(queries.start + rows.start, queries.start + rows.stop)
                 at = (place.samples, place.rows(rank, number, places), place.heads)
-                yield Step(at, keys, range(skipped, skipped + len(rows)), some.to(device), causal, places, ranges)
+                yield Step(
+                    at, keys, range(skipped, skipped + len(rows)), some.to(device), causal, places, ranges, place.first_row
+                )
 
 
 def _meetings(

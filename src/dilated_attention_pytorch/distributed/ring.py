@@ -231,10 +231,11 @@ def ring_attention(
         kernel=kernel,
         comm_dtype=accumulate_dtype(query.dtype) if comm_dtype is None else comm_dtype,
     )
+    dropout = Dropout(dropout_p, used_seed) if dropout_p > 0.0 else None
     if isinstance(pattern, BlockSparse):
         pattern.check_call(batch, shards.length, shards.length, heads, is_causal=is_causal, packed=cu_seqlens is not None)
         blocks, ahead = block_work(query, key, pattern, shards, wire, used_scale, transport, **call)
-        blocks = replace(blocks, positions=positions)
+        blocks = replace(blocks, positions=positions, dropout=dropout)
         out, lse = RingAttention.apply(query, key, value, job(blocks, (), ahead=ahead))  # type: ignore[no-untyped-call]
         return out, lse
     reasons = ulysses.why_not(pattern, shards.length, key_heads, world, dropout_p, bucket_size, comm_dtype)
@@ -253,7 +254,6 @@ def ring_attention(
             cu_seqlens=cu_seqlens, backend=backend, order=order, ordered=order is not None,
         )  # fmt: skip
     route = partial(make_route, pattern, shards, rank, batch, key_heads, bucket_size=rows_per_message, **call)
-    dropout = Dropout(dropout_p, used_seed) if dropout_p > 0.0 else None
     branches = range(len(pattern.branches)) if detached else ()
     own = None
     if fused is not None:

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.blocks.call import as_chosen, prepare_blocks
+from dilated_attention_pytorch.blocks.pattern import BlockSparse
 from dilated_attention_pytorch.checks import prepare
 from dilated_attention_pytorch.distributed import local
+from dilated_attention_pytorch.distributed.block_ring import check_block_sharding
+from dilated_attention_pytorch.distributed.block_work import static_work
 from dilated_attention_pytorch.distributed.dilated import DilatedWork
 from dilated_attention_pytorch.distributed.executor import Job, Work, forward
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
@@ -42,7 +46,7 @@ class RankMemory:
 class Shelf:
     """A transport within one process: what a rank receives is packed from the shards of the others."""
 
-    work: Work
+    works: list[Work]  # by rank
     keys: list[Tensor]
     values: list[Tensor]
     received: int = 0
@@ -58,7 +62,7 @@ class Shelf:
             parcel.pack()  # for its memory: nobody reads it
         for parcel in receives:
             source = parcel.message.source
-            self.work.pack_(parcel.message, parcel.rows, self.keys[source], self.values[source])
+            self.works[source].pack_(parcel.message, parcel.rows, self.keys[source], self.values[source])
             self.received += parcel.rows.numel() * parcel.rows.element_size()
         return lambda: None
 
@@ -67,7 +71,7 @@ def simulate_ring(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Dilated,
+    pattern: Dilated | BlockSparse,
     world_size: int,
     *,
     is_causal: bool = False,
@@ -78,7 +82,8 @@ def simulate_ring(
     """``attention`` of whole tensors as ``world_size`` ranks would compute it: out, lse (B, H, N) and each rank's memory.
 
     Routes, buffers, tiles and the backend are those of ``attention(..., group=..., transport="ring")``; only the messages
-    do not leave the process. There are no gradients.
+    do not leave the process. There are no gradients. An adaptive pattern chooses its blocks from the whole tensors: what
+    ranks tell one another to do so is not counted.
 
     >>> from dilated_attention_pytorch import attention
     >>> q, k, v = torch.randn(3, 1, 4096, 2, 16).unbind(0)
@@ -87,14 +92,29 @@ def simulate_ring(
     True
     >>> memory[0].rows, memory[0].key_value, memory[0].buffers  # 4 buffers of 64 rows, 2 heads, 16 numbers, key and value
     (1024, 262144, 65536)
+    >>> from dilated_attention_pytorch import BlockSparse, SparsePatternConfig
+    >>> window = BlockSparse.from_config(SparsePatternConfig("local_window", 0.125, block_size=64))
+    >>> out, lse, memory = simulate_ring(q, k, v, window, 4)
+    >>> torch.allclose(out, attention(q, k, v, window), atol=1e-5)
+    True
+    >>> [told.received for told in memory]  # windows of 8 blocks: 4 before a block, 3 behind it; 64 rows of 256 bytes each
+    [49152, 114688, 114688, 65536]
     """
-    query, key, value, scale = prepare(
-        query, key, value, pattern, is_causal=is_causal, scale=scale, dropout_p=0.0, seed=None, lengths=None,
-        cu_seqlens=None, mixing_gradient="exact",
-    )  # fmt: skip
-    (batch, n, heads, _), key_heads = query.shape, key.shape[2]
+    arguments: dict[str, Any] = {
+        "is_causal": is_causal, "scale": scale, "dropout_p": 0.0, "seed": None, "lengths": None, "cu_seqlens": None,
+        "mixing_gradient": "exact",
+    }  # fmt: skip
+    if isinstance(pattern, BlockSparse):
+        check_block_sharding(bucket_size, "ring")
+        query, key, value, used_scale = prepare_blocks(query, key, value, **arguments)
+        batch, n, heads, _ = query.shape
+        pattern.check_call(batch, n, key.shape[1], heads, is_causal=is_causal, packed=False)
+    else:
+        query, key, value, used_scale = prepare(query, key, value, pattern, **arguments)
+    n = query.shape[1]
     shards = layout if isinstance(layout, Shards) else Shards.even(n, world_size, layout)
-    if not n == key.shape[1] == shards.length or shards.world_size != world_size or pattern.torchscale_padding:
+    padded = isinstance(pattern, Dilated) and pattern.torchscale_padding
+    if not n == key.shape[1] == shards.length or shards.world_size != world_size or padded:
         raise ValueError(
             f"a ring of {world_size} ranks has as many queries as keys as rows of shards, and no torchscale_padding: got "
             f"{n} queries, {key.shape[1]} keys, {shards.length} rows on {shards.world_size} ranks, {pattern}"
@@ -105,21 +125,11 @@ def simulate_ring(
     every = [rows_of(shards, rank, query.device) for rank in range(world_size)]
     keys, values = ([x.index_select(1, rows) for rows in every] for x in (key, value))
     out, lse_bnh = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=accumulate_dtype(query.dtype))
-    memory = []
+    works, memory = _works(query, key, pattern, shards, bucket_size, is_causal, used_scale, fused), []
     for rank, rows in enumerate(every):
-        route = make_route(
-            pattern, shards, rank, batch, key_heads,
-            is_causal=is_causal,
-            bucket_size=default_bucket_size(shards, query.device.type) if bucket_size is None else bucket_size,
-        )  # fmt: skip
-        own_rows = None
-        if fused is not None:
-            problem = local.LocalProblem(pattern, is_causal, shards, rank, batch, heads, key_heads, None, None)
-            own_rows = problem, fused
-        work = DilatedWork(route, own_rows)
-        shelf = Shelf(work, keys, values)
-        own, positive, _ = positive_scale(query.index_select(1, rows), scale)
-        job = Job(work, (), shelf, 1, positive, kernel, accumulate_dtype(query.dtype))
+        shelf = Shelf(works, keys, values)
+        own, positive, _ = positive_scale(query.index_select(1, rows), used_scale)
+        job = Job(works[rank], (), shelf, 1, positive, kernel, accumulate_dtype(query.dtype))
         results: list[Any] = []
 
         def run(job: Job = job, own: Tensor = own, rank: int = rank, results: list[Any] = results) -> None:
@@ -134,3 +144,28 @@ def simulate_ring(
             RankMemory(rank, len(rows), own_bytes, 2 * key_bytes, exchange.bytes, peak - exchange.bytes, shelf.received)
         )
     return out, lse_bnh.transpose(1, 2).contiguous(), tuple(memory)
+
+
+def _works(
+    query: Tensor,
+    key: Tensor,
+    pattern: Dilated | BlockSparse,
+    shards: Shards,
+    bucket_size: int | None,
+    is_causal: bool,
+    scale: float,
+    fused: str | None,
+) -> list[Work]:
+    """What every rank has to do."""
+    (batch, _, heads, _), key_heads, ranks = query.shape, key.shape[2], range(shards.world_size)
+    if isinstance(pattern, BlockSparse):
+        chosen = as_chosen(query, key, pattern, is_causal, scale)
+        call: dict[str, Any] = {"is_causal": is_causal, "lengths": None, "cu_seqlens": None}
+        return [static_work(chosen, shards, rank, (batch, heads, key_heads), query.device, **call) for rank in ranks]
+    rows = default_bucket_size(shards, query.device.type) if bucket_size is None else bucket_size
+    works: list[Work] = []
+    for rank in ranks:
+        route = make_route(pattern, shards, rank, batch, key_heads, is_causal=is_causal, bucket_size=rows)
+        problem = local.LocalProblem(pattern, is_causal, shards, rank, batch, heads, key_heads, None, None)
+        works.append(DilatedWork(route, None if fused is None else (problem, fused)))
+    return works

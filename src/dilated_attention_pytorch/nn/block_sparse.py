@@ -31,6 +31,7 @@ class BlockSparseRingDilatedAttention(ShardedModule):
         segment_lengths, dilation_rates: the branches of the pattern ``"dilated_sparse"``, segments in tokens and rates in
             blocks. The other patterns have no branches and do not depend on them.
         sparse_config: the pattern; by default ``"dilated_sparse"`` with a tenth of the blocks.
+        attention_dropout: ``dropout_p`` of ``attention``, in training only.
         softmax_scale, backend: ``scale`` and ``backend`` of ``attention``.
         group: ranks over which the sequence is sharded, see ``attention``: query, key and value are then this rank's rows,
             ``lengths`` and ``cu_seqlens`` count positions of the whole sequence. One device by default.
@@ -50,6 +51,7 @@ class BlockSparseRingDilatedAttention(ShardedModule):
         dilation_rates: Sequence[int],
         sparse_config: SparsePatternConfig | None = None,
         *,
+        attention_dropout: float = 0.0,
         softmax_scale: float | None = None,
         backend: str = "auto",
         group: ProcessGroup | DeviceMesh | None = None,
@@ -67,7 +69,7 @@ class BlockSparseRingDilatedAttention(ShardedModule):
             check_sharding(layout, None, transport, comm_dtype)
         super().__init__(group, layout, None, transport, comm_dtype, order, ordered, sharded=group is not None)
         check_name(backend)
-        check_options(softmax_scale, 0.0, "exact")
+        check_options(softmax_scale, attention_dropout, "exact")
         config = SparsePatternConfig("dilated_sparse", 0.1) if sparse_config is None else sparse_config
         if not isinstance(config, SparsePatternConfig):
             raise TypeError(f"sparse_config must be a SparsePatternConfig, got {type(config).__name__}")
@@ -81,6 +83,7 @@ class BlockSparseRingDilatedAttention(ShardedModule):
             config = replace(config, segment_lengths=branches.segment_lengths, dilation_rates=branches.dilation_rates)
         self.sparse_config = config
         self.pattern = BlockSparse.from_config(config)
+        self.attention_dropout = attention_dropout
         self.softmax_scale = softmax_scale
         self.backend = backend
 
@@ -108,6 +111,7 @@ class BlockSparseRingDilatedAttention(ShardedModule):
             self.pattern,
             is_causal=is_causal,
             scale=self.softmax_scale,
+            dropout_p=self.attention_dropout if self.training else 0.0,
             lengths=lengths,
             cu_seqlens=cu_seqlens,
             backend=self.backend,
@@ -119,7 +123,9 @@ class BlockSparseRingDilatedAttention(ShardedModule):
 
     def extra_repr(self) -> str:
         """The pattern, for ``print(module)``."""
-        options = f"softmax_scale={self.softmax_scale}, backend={self.backend!r}"
+        options = (
+            f"attention_dropout={self.attention_dropout}, softmax_scale={self.softmax_scale}, backend={self.backend!r}"
+        )
         return f"{self.sparse_config}, {options}{self._order_repr()}"
 
 

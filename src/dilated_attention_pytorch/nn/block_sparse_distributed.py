@@ -31,6 +31,7 @@ class TierAttention(ShardedModule):
     def __init__(
         self,
         config: DistributedSparseConfig,
+        attention_dropout: float,
         softmax_scale: float | None,
         backend: str,
         group: ProcessGroup | DeviceMesh | None,
@@ -45,10 +46,11 @@ class TierAttention(ShardedModule):
         check_sharding(layout, None, transport, comm_dtype)
         super().__init__(group, layout, None, transport, comm_dtype, order, ordered)
         check_name(backend)
-        check_options(softmax_scale, 0.0, "exact")
+        check_options(softmax_scale, attention_dropout, "exact")
         if not isinstance(config, DistributedSparseConfig):
             raise TypeError(f"distributed_config must be a DistributedSparseConfig, got {type(config).__name__}")
         self.config = config
+        self.attention_dropout = attention_dropout
         self.softmax_scale = softmax_scale
         self.backend = backend
 
@@ -59,7 +61,8 @@ class TierAttention(ShardedModule):
         sharding = self.sharding("BlockSparseRingDilatedAttention")
         out: Tensor = attention(
             query, key, value, self.pattern(key, sharding["group"]), is_causal=is_causal, scale=self.softmax_scale,
-            lengths=lengths, backend=self.backend, order=self.order, ordered=self.ordered, **sharding,
+            dropout_p=self.attention_dropout if self.training else 0.0, lengths=lengths, backend=self.backend,
+            order=self.order, ordered=self.ordered, **sharding,
         )  # fmt: skip
         return out
 
@@ -73,7 +76,7 @@ class TierAttention(ShardedModule):
     def extra_repr(self) -> str:
         """The configuration, for ``print(module)``."""
         options = f"layout={self.layout!r}, transport={self.transport!r}, backend={self.backend!r}"
-        return f"{self.config}, {options}{self._order_repr()}"
+        return f"{self.config}, attention_dropout={self.attention_dropout}, {options}{self._order_repr()}"
 
 
 class BlockSparseRingDistributedDilatedAttention(ProjectedAttention):
@@ -89,8 +92,8 @@ class BlockSparseRingDistributedDilatedAttention(ProjectedAttention):
         segment_lengths, dilation_rates: checked as branches of a pattern; the patterns of ``distributed_config`` follow
             from the ranks and have no branches, so they do not depend on them.
         distributed_config: the pattern; by default ``DistributedSparseConfig()``.
-        num_kv_heads, bias, layer_norm, layer_norm_eps, gamma_init, batch_first, kdim, vdim: see
-            ``MultiheadDilatedAttention``.
+        dropout, num_kv_heads, bias, layer_norm, layer_norm_eps, gamma_init, batch_first, kdim, vdim: see
+            ``MultiheadDilatedAttention``; the group's first rank draws the seed of dropout.
         softmax_scale, backend, group, layout, transport, comm_dtype: see ``attention``; the group is by default all ranks
             of the job.
         order, ordered: the order in which the whole sequence was sharded, see ``RingDilatedAttention``.
@@ -109,6 +112,7 @@ class BlockSparseRingDistributedDilatedAttention(ProjectedAttention):
         dilation_rates: Sequence[int],
         distributed_config: DistributedSparseConfig | None = None,
         *,
+        dropout: float = 0.0,
         num_kv_heads: int | None = None,
         bias: bool = True,
         layer_norm: bool = True,
@@ -130,7 +134,9 @@ class BlockSparseRingDistributedDilatedAttention(ProjectedAttention):
     ) -> None:
         Dilated(segment_lengths, dilation_rates)
         config = DistributedSparseConfig() if distributed_config is None else distributed_config
-        attend = TierAttention(config, softmax_scale, backend, group, layout, transport, comm_dtype, order, ordered)
+        attend = TierAttention(
+            config, dropout, softmax_scale, backend, group, layout, transport, comm_dtype, order, ordered
+        )
         super().__init__(
             attend, embed_dim, num_heads, sharded=True, num_kv_heads=num_kv_heads, bias=bias, layer_norm=layer_norm,
             layer_norm_eps=layer_norm_eps, gamma_init=gamma_init, batch_first=batch_first, kdim=kdim, vdim=vdim,

@@ -6,7 +6,13 @@ import triton
 import triton.language as tl
 
 from dilated_attention_pytorch.backends.triton.backward import dkv_over_queries, dq_over_keys
-from dilated_attention_pytorch.backends.triton.block_forward import listed_keys, load_list, locate_block, query_rows
+from dilated_attention_pytorch.backends.triton.block_forward import (
+    block_stream,
+    listed_keys,
+    load_list,
+    locate_block,
+    query_rows,
+)
 from dilated_attention_pytorch.backends.triton.primitives import LOG2_E, block_offsets, load_block, store_block
 
 
@@ -23,6 +29,7 @@ def block_dq_kernel(
     COUNTS,
     STARTS,
     INDICES,
+    SEED,
     rows,
     q_stride_b,
     q_stride_n,
@@ -41,12 +48,15 @@ def block_dq_kernel(
     group,
     scale_log2,
     scale,
+    threshold,
+    keep_scale,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -78,16 +88,17 @@ def block_dq_kernel(
     k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D, WIDE)
     v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE)
 
+    stream = block_stream(SEED, sample, head, DROPOUT)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = dq_over_keys(
         dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, length, positions,
-        CAUSAL, scale_log2, 0, positions, 0, 1, 0, 1.0, ROWS, sample, N, positions, LIST,
-        D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, False, PRECISION,
+        CAUSAL, scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
+        D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, DROPOUT, False, PRECISION,
     )  # fmt: skip
     dq = dq_over_keys(
         dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, length,
-        positions, CAUSAL, scale_log2, 0, positions, 0, 1, 0, 1.0, ROWS, sample, N, positions, LIST,
-        D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, False, False, PRECISION,
+        positions, CAUSAL, scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N,
+        positions, LIST, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, DROPOUT, False, PRECISION,
     )  # fmt: skip
     start = ((sample * N + q_row + first) * H + head) * D
     store_block(DQ, start, block_offsets(one * H * D, BLOCK_M, BLOCK_D, WIDE), inside, dq * scale, D, BLOCK_D)
@@ -140,6 +151,7 @@ def block_dkv_kernel(
     COUNTS,
     STARTS,
     INDICES,
+    SEED,
     rows,
     q_stride_b,
     q_stride_n,
@@ -160,12 +172,15 @@ def block_dkv_kernel(
     group,
     scale_log2,
     scale,
+    threshold,
+    keep_scale,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -203,18 +218,19 @@ def block_dkv_kernel(
         cut = (listed_rows - end + BLOCK_M - 1) // BLOCK_M
         q_pointer = Q + sample * q_stride_b + q_row * q_step + head.to(tl.int64) * q_stride_h
         dout_pointer = DOUT + sample * dout_stride_b + q_row * dout_step + head.to(tl.int64) * dout_stride_h
+        stream = block_stream(SEED, sample, head, DROPOUT)
         statistics = (sample * H + head) * N + q_row
         dk, dv = dkv_over_queries(
             dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
-            dout_offsets, begin, crossing, end, cut, length, columns, CAUSAL, scale_log2, 0, 0, columns, one, 0, 1.0, ROWS,
-            sample, N, 0, columns, LIST, listed_rows, q_first,
-            D, BLOCK_D, BLOCK_M, BLOCK_SIZE, True, False, False, WIDE, PRECISION,
+            dout_offsets, begin, crossing, end, cut, length, columns, CAUSAL, scale_log2, stream, k_row, k_row + columns,
+            one, threshold, keep_scale, ROWS, sample, N, 0, columns, LIST, listed_rows, q_first,
+            D, BLOCK_D, BLOCK_M, BLOCK_SIZE, True, DROPOUT, False, WIDE, PRECISION,
         )  # fmt: skip
         dk, dv = dkv_over_queries(
             dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
-            dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, length, columns, CAUSAL, scale_log2, 0, 0, columns, one, 0,
-            1.0, ROWS, sample, N, 0, columns, LIST, listed_rows, q_first,
-            D, BLOCK_D, BLOCK_M, BLOCK_SIZE, False, False, False, WIDE, PRECISION,
+            dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, length, columns, CAUSAL, scale_log2, stream, k_row,
+            k_row + columns, one, threshold, keep_scale, ROWS, sample, N, 0, columns, LIST, listed_rows, q_first,
+            D, BLOCK_D, BLOCK_M, BLOCK_SIZE, False, DROPOUT, False, WIDE, PRECISION,
         )  # fmt: skip
     start = ((sample * M + k_row + first) * G + key_head) * D
     offsets = block_offsets(one * G * D, BLOCK_N, BLOCK_D, WIDE)

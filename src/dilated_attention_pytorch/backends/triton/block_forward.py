@@ -6,7 +6,13 @@ import triton
 import triton.language as tl
 
 from dilated_attention_pytorch.backends.triton.forward import attend_keys
-from dilated_attention_pytorch.backends.triton.primitives import LN_2, block_offsets, load_block, store_block
+from dilated_attention_pytorch.backends.triton.primitives import (
+    LN_2,
+    block_offsets,
+    dropout_stream,
+    load_block,
+    store_block,
+)
 
 COLUMNS = tl.constexpr(8)  # of a table of blocks, see block_tables.COLUMNS
 
@@ -61,6 +67,15 @@ def listed_keys(LIST, count, first, stop, length, CAUSAL: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
+def block_stream(SEED, sample, head, DROPOUT: tl.constexpr):
+    """The part of the hash of dropout that is the same for a head: there is one branch, number 0."""
+    stream = tl.full([], 0, tl.uint32)
+    if DROPOUT:
+        stream = dropout_stream(SEED, sample, head, tl.full([], 0, tl.int64))
+    return stream
+
+
+@triton.jit
 def block_forward_kernel(
     Q,
     K,
@@ -71,6 +86,7 @@ def block_forward_kernel(
     COUNTS,
     STARTS,
     INDICES,
+    SEED,
     rows,
     q_stride_b,
     q_stride_n,
@@ -85,12 +101,15 @@ def block_forward_kernel(
     H,
     group,
     scale_log2,  # |scale| * log2(e)
+    threshold,
+    keep_scale,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
     NEGATIVE: tl.constexpr,  # the scale is negative
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -122,18 +141,19 @@ def block_forward_kernel(
     k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D, WIDE)
     v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE)
 
+    stream = block_stream(SEED, sample, head, DROPOUT)
     m2 = tl.zeros([BLOCK_M], tl.float32) - float("inf")
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc, m2, total = attend_keys(
         acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, length, positions, CAUSAL,
-        scale_log2, 0, positions, 0, 1, 0, 1.0, ROWS, sample, N, positions, LIST,
-        D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, False, False, PRECISION,
+        scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
+        D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, DROPOUT, False, PRECISION,
     )  # fmt: skip
     acc, m2, total = attend_keys(
         acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, length, positions,
-        CAUSAL, scale_log2, 0, positions, 0, 1, 0, 1.0, ROWS, sample, N, positions, LIST,
-        D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, False, False, PRECISION,
+        CAUSAL, scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
+        D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, DROPOUT, False, PRECISION,
     )  # fmt: skip
     # A row without keys: 0, and -inf as m2 is.
     total = tl.where(total > 0, total, 1.0)

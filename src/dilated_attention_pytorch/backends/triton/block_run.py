@@ -13,7 +13,7 @@ from dilated_attention_pytorch.backends.triton.block_forward import block_forwar
 from dilated_attention_pytorch.backends.triton.block_tables import BlockTable
 from dilated_attention_pytorch.backends.triton.configs import Config, Configs, block_configs
 from dilated_attention_pytorch.backends.triton.launch import launch
-from dilated_attention_pytorch.backends.triton.run import LOG2_E, capability, row_delta, tile_constants
+from dilated_attention_pytorch.backends.triton.run import LOG2_E, capability, keep_numbers, row_delta, tile_constants
 
 
 def _configs(x: Tensor, block_size: int) -> Configs:
@@ -43,6 +43,8 @@ def _launch(
     numbers: tuple[float, ...],
     config: Config,
     block_size: int,
+    dropout_p: float,
+    seed: Tensor | None,
     **mode: bool,
 ) -> None:
     """One launch of programs of ``block`` rows for each of the heads; ``read`` are the inputs of rows (B, N, H, D)."""
@@ -51,12 +53,22 @@ def _launch(
         return
     strides = tuple(stride for x in read for stride in x.stride()[:3])
     step = max(*strides, *(x.shape[2] * x.shape[3] for x in read))
-    constants = {"BLOCK_SIZE": block_size, **mode, **tile_constants(read[0], config, step)}
-    launch(kernel, programs, (*tensors, *table.tensors), (table.rows.shape[0], *strides, *numbers), constants)
+    constants = {"BLOCK_SIZE": block_size, "DROPOUT": dropout_p > 0.0, **mode, **tile_constants(read[0], config, step)}
+    numbers = table.rows.shape[0], *strides, *numbers, *keep_numbers(dropout_p)
+    launch(kernel, programs, (*tensors, *table.tensors, table.starts if seed is None else seed), numbers, constants)
 
 
 def forward(
-    table: BlockTable, query: Tensor, key: Tensor, value: Tensor, *, block_size: int, is_causal: bool, scale: float
+    table: BlockTable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    block_size: int,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``; the table is by query block."""
     config, (n, heads) = _configs(query, block_size).forward, query.shape[1:3]
@@ -65,7 +77,7 @@ def forward(
     numbers = n, heads, heads // key.shape[2], abs(scale) * LOG2_E
     _launch(
         block_forward_kernel, table, heads, config.block_m, (*read, out, lse), read, numbers, config, block_size,
-        CAUSAL=is_causal, NEGATIVE=scale < 0,
+        dropout_p, seed, CAUSAL=is_causal, NEGATIVE=scale < 0,
     )  # fmt: skip
     return out, lse
 
@@ -84,6 +96,8 @@ def backward(
     block_size: int,
     is_causal: bool,
     scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``."""
     configs, (n, heads), (m, key_heads) = _configs(query, block_size), query.shape[1:3], key.shape[1:3]
@@ -92,12 +106,12 @@ def backward(
     dq = result_buffer(query, by_query)
     _launch(
         block_dq_kernel, by_query, heads, configs.dq.block_m, (*read, *statistics, dq), read, (n, heads, *factors),
-        configs.dq, block_size, CAUSAL=is_causal,
+        configs.dq, block_size, dropout_p, seed, CAUSAL=is_causal,
     )  # fmt: skip
     table = by_key()
     dk, dv = result_buffer(key, table), result_buffer(value, table)
     _launch(
         block_dkv_kernel, table, key_heads, configs.dkv.block_n, (*read, *statistics, dk, dv), read,
-        (n, m, heads, key_heads, *factors), configs.dkv, block_size, CAUSAL=is_causal,
+        (n, m, heads, key_heads, *factors), configs.dkv, block_size, dropout_p, seed, CAUSAL=is_causal,
     )  # fmt: skip
     return dq, dk, dv

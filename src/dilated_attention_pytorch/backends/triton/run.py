@@ -54,7 +54,8 @@ def tile_constants(x: Tensor, config: Config, step: int) -> dict[str, Any]:
     }
 
 
-def _keep(dropout_p: float) -> tuple[int, float]:
+def keep_numbers(dropout_p: float) -> tuple[int, float]:
+    """Below which word a pair is dropped, and what the weights of the others are multiplied by."""
     return dropout.threshold(dropout_p), 1.0 / (1.0 - dropout_p)
 
 
@@ -100,7 +101,7 @@ def launch_forward(
     numbers = (
         table.shape[0], *strides,
         problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        problem.keys - problem.queries, abs(scale) * LOG2_E, *_keep(dropout_p),
+        problem.keys - problem.queries, abs(scale) * LOG2_E, *keep_numbers(dropout_p),
     )  # fmt: skip
     constants = {"NEGATIVE": scale < 0, "ORDERED": positions is not None, **mode}
     constants |= _constants(problem, query, config, dropout_p, strides)
@@ -159,7 +160,7 @@ def _launch_backward(
     numbers = (
         table.shape[0], *strides, *sizes,
         problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        problem.keys - problem.queries, scale * LOG2_E, scale, *_keep(dropout_p),
+        problem.keys - problem.queries, scale * LOG2_E, scale, *keep_numbers(dropout_p),
     )  # fmt: skip
     constants = {"ORDERED": positions is not None, **mode, **_constants(problem, query, config, dropout_p, strides)}
     launch(kernel, programs, (*tensors, table, todo.layout, todo.offsets, *optional), numbers, constants)

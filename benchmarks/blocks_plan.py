@@ -1,0 +1,80 @@
+"""How long the lists of block-sparse patterns take to make, and the tables that kernels read, for a million tokens.
+
+    python benchmarks/blocks_plan.py
+
+writes results/blocks_plan.json: milliseconds of one thread of the processor, the least of seven, so that what else the
+machine does counts little. Both are made once for a shape and kept; the table by key block with the first backward.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilated_attention_pytorch import SparsePatternConfig
+from dilated_attention_pytorch.backends.triton.block_tables import PackedLists
+from dilated_attention_pytorch.spans import spans
+
+RESULTS = Path(__file__).parent / "results" / "blocks_plan.json"
+TOKENS, BLOCK_SIZE = 2**20, 128
+SETTINGS: dict[str, dict[str, Any]] = {
+    "local_window": {},
+    "global_local": {},
+    "dilated_sparse": {"segment_lengths": [4096, 65536, 2**20], "dilation_rates": [1, 4, 16]},
+    "hierarchical": {},
+}
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(7):
+        start = time.process_time()
+        call()
+        times.append(time.process_time() - start)
+    return min(times) * 1e3
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rows = []
+    blocks = TOKENS // BLOCK_SIZE
+    (span,) = spans(1, TOKENS, TOKENS, None, None)
+    print("pattern          ratio     entries  lists ms  by query ms  by key ms")
+    for kind, options in SETTINGS.items():
+        for ratio in (1 / 512, 0.01, 0.1):
+            config = SparsePatternConfig(kind, ratio, BLOCK_SIZE, **options)
+            made = config.lists(0, blocks, True)
+            packed = PackedLists.of([(span, made)], 1, TOKENS, TOKENS, BLOCK_SIZE)
+            row = {
+                "pattern_type": kind,
+                "sparsity_ratio": ratio,
+                "entries": int(made.counts.sum()),
+                "lists_ms": max(milliseconds(lambda c=config, x=x: c.lists(0, blocks, x)) for x in (False, True)),
+                "by_query_ms": milliseconds(packed.by_query),
+                "by_key_ms": milliseconds(packed.by_key),
+            }
+            rows.append(row)
+            print(
+                f"{kind:15s} {ratio:7.4f} {row['entries']:11,} {row['lists_ms']:9.1f} {row['by_query_ms']:12.1f} "
+                f"{row['by_key_ms']:10.1f}"
+            )
+    report = {
+        "command": "python benchmarks/blocks_plan.py",
+        "tokens": TOKENS,
+        "block_size": BLOCK_SIZE,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
