@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilated_attention_pytorch.distributed import host_memory, transport
+from dilated_attention_pytorch.distributed import neighbours, transport
 
 
 class Still:
@@ -116,5 +116,5 @@ def staged(received=None) -> Iterator[Cudart]:
 def machines(name: str | None) -> Iterator[None]:
     """Groups that are used first inside find themselves on a machine of that name."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_memory, "machine", lambda: name)
+        patch.setattr(neighbours, "machine", lambda: name)
         yield

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention_pytorch import BlockSparse, Dilated, MultiheadDilatedAttention, RingDilatedAttention, attention
-from dilated_attention_pytorch.distributed import Shards, gather_sequence, host_memory, shard_sequence
+from dilated_attention_pytorch.distributed import Shards, gather_sequence, neighbours, shard_sequence
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from staged import machines, staged
@@ -251,7 +251,7 @@ def check_staged(cases: dict[int, list[Case]], rank: int, received: Received) ->
     """Through host memory, with the bytes in a socket and in memory that ranks share: the same bits."""
     with staged(received) as cudart:
         by_way = []
-        for name in (None, host_memory.machine()):
+        for name in (None, neighbours.machine()):
             groups = {world: dist.new_group(list(range(world))) for world in cases}
             with machines(name):
                 by_way.append([

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import weakref
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from dilated_attention_pytorch.distributed.neighbours import find_neighbours, open_file
 
 # Free slots beyond the one that is taken: the word that a slot can be used again has the time of one more message to come.
 _SPARE = 1
@@ -64,17 +64,18 @@ def _release(cudart: Any, flat: Tensor, reads: list[Any], fd: int, process: int)
 def _new_file(size: int) -> int:
     fd = os.memfd_create("dilated-attention")
     try:
-        os.posix_fallocate(fd, 0, size)  # says so if there is no memory, where a first write would end the process
-    except OSError:
+        os.posix_fallocate(fd, 0, size)  # now, because a write that finds no memory would end the process
+    except OSError as error:
         os.close(fd)
-        raise
+        raise RuntimeError(
+            f"no {size} bytes of host memory to share ({error}); send less at a time (bucket_size)"
+        ) from error
     return fd
 
 
-def _open(process: int, fd: int, inode: int) -> int:
-    """A file of another process."""
+def _their_file(process: int, fd: int, inode: int) -> int:
     try:
-        ours = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR)
+        ours = open_file(process, fd)
     except FileNotFoundError as error:
         raise RuntimeError(f"its process {process} is gone, or has closed its memory") from error
     if os.fstat(ours).st_ino != inode:
@@ -150,13 +151,11 @@ class HostMemory:
     def arrived(self, peer: int, notice: Tensor) -> Arrival:
         """A message of which a notice came."""
         index, fd, inode, size = notice.tolist()
-        pages = self._theirs.get((peer, index))
-        first = pages is None or pages.inode != inode
-        if pages is None or first:
-            pages = None
-            self._theirs.pop((peer, index), None)
-            pages = self._theirs[peer, index] = Pages(_open(self.processes[peer], fd, inode), size)
-        self._arrivals.append(Arrival(peer, index, pages, first))
+        known = self._theirs.get((peer, index))
+        first = known is None or known.inode != inode
+        if first:
+            self._theirs[peer, index] = Pages(_their_file(self.processes[peer], fd, inode), size)
+        self._arrivals.append(Arrival(peer, index, self._theirs[peer, index], first))
         return self._arrivals[-1]
 
     def copied(self) -> list[Arrival]:
@@ -175,47 +174,5 @@ _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, HostMemory] = weakref.We
 def host_memory(group: dist.ProcessGroup) -> HostMemory:
     """What this rank shares with others of the group; all ranks ask for it together the first time."""
     if group not in _by_group:
-        _by_group[group] = HostMemory(_meet(group))
+        _by_group[group] = HostMemory(find_neighbours(group))
     return _by_group[group]
-
-
-def machine() -> str | None:
-    """Equal for processes that may open one another's files: the same boot, process numbers and user."""
-    if sys.platform != "linux":
-        return None
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
-
-
-def _meet(group: dist.ProcessGroup) -> dict[int, int]:
-    """The processes, by rank, that can read a file of this one and it one of theirs: both ends find the same."""
-    rank, token, fd = dist.get_rank(group), os.urandom(16), None
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    read_by: list[Any] = list(everyone)
-    try:
-        here = machine()
-        if here is not None:
-            fd = _new_file(len(token))
-            os.pwrite(fd, token, 0)
-    except OSError:  # no /proc, or a sandbox without such files: the others have to know
-        here = None
-    try:
-        dist.all_gather_object(everyone, (here, os.getpid(), fd, token), group=group)
-        near = [p for p, other in enumerate(everyone) if p != rank and here is not None and other[0] == here]
-        mine = {p for p in near if _can_read(*everyone[p][1:])}
-        dist.all_gather_object(read_by, mine, group=group)
-    finally:
-        if fd is not None:
-            os.close(fd)
-    return {p: everyone[p][1] for p in mine if rank in read_by[p]}
-
-
-def _can_read(process: int, fd: int, token: bytes) -> bool:
-    try:
-        theirs = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR)
-    except OSError:  # a system may keep processes of one user apart
-        return False
-    try:
-        return os.pread(theirs, len(token), 0) == token
-    finally:
-        os.close(theirs)

@@ -145,11 +145,11 @@ class Wire:
         if not sends and not receives:
             return lambda: None
         free = self.now()  # the tiles that read what these buffers held before
-        slots = [self._slot(parcel) for parcel in sends]
         with self._copying_out(after):
             for parcel in sends:
                 if parcel.pack is not None:
                     parcel.pack()
+            slots = [self._slot(parcel) for parcel in sends]
             outgoing = [self._copy_out(parcel, slot) for parcel, slot in zip(sends, slots, strict=True)]
         incoming = [self._room(parcel) for parcel in receives]
         tasks, operations = [], []
@@ -217,9 +217,10 @@ class Wire:
         return parcel.peer in self._memory.processes
 
     def _acknowledge(self) -> None:
-        """Say which slots may be used again, at the beginning of every step.
+        """Say which slots of others may be used again.
 
-        Nobody waits for a circle: a rank that waits for this word is in the same step or in an earlier one.
+        Ranks start the same steps in the same order, and say this before they wait for anything in a step. A slot is taken
+        again in a later step than that in which it was read, so the word has been said, or is when its reader comes there.
         """
         if not self.staged or len(self.global_ranks) == 1:
             return
@@ -233,6 +234,7 @@ class Wire:
         dist.send(torch.zeros(1, dtype=torch.uint8), self.global_ranks[arrival.peer], self.group, LANES + arrival.slot)
 
     def _listen(self, slot: Slot, peer: int) -> dist.Work | None:
+        """For such a word."""
         return dist.irecv(torch.zeros(1, dtype=torch.uint8), self.global_ranks[peer], self.group, LANES + slot.index)
 
     def _slot(self, parcel: Parcel) -> Slot | None:
@@ -252,6 +254,7 @@ class Wire:
         return slot
 
     def _sent(self, slot: Slot) -> None:
+        """The end of a message: the slot can be taken again, or even closed."""
         if slot.mapped is not None:
             with self._naming(slot.task):
                 slot.mapped.wait()
