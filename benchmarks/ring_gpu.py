@@ -8,8 +8,9 @@ group, by the kernels that serve one device best. ``copies`` is the time of all 
 any computation. Ranks of one GPU share its time, so at best ``seconds`` is ``alone``; the table has the ratio to each of
 them with the copies added. With ``--mps`` ranks share the GPU by CUDA's multi-process service, whose daemon is started for
 the run; without, the driver gives each process the whole GPU in turns. ``difference`` is the largest relative one of out,
-dq, dk and dv from ``single``, over sampled rows. Times are the median of three calls after one that is not counted; where
-calls take a second, of one, and where they take several, the first. Copies, and ``alone`` of one branch, are timed once.
+dq, dk and dv from ``single``, over sampled rows. With ``shared_memory`` rows went through memory that ranks share, not
+through gloo. Times are the median of three calls after one that is not counted; where calls take a second, of one, and
+where they take several, the first. Copies, and ``alone`` of one branch, are timed once.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.distributed import Shards
 from dilated_attention_pytorch.distributed.dilated import DilatedWork
 from dilated_attention_pytorch.distributed.executor import Exchange, Job
+from dilated_attention_pytorch.distributed.host_memory import host_memory
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
 from dilated_attention_pytorch.distributed.transport import Wire
 
@@ -127,6 +129,7 @@ def work(rank: int, world: int, folder: str, lengths: list[int], backend: str) -
                 if warm_up:
                     copies(*arguments)
                 row["copy_seconds"], _ = timed(lambda arguments=arguments: copies(*arguments), world)
+                row["shared_memory"] = len(host_memory(dist.group.WORLD).processes) == world - 1
             found.append(row)
             torch.save([x[0, rows.to(GPU)].float().cpu() for x in result], f"{folder}/{world}.{rank}.{n}.{number}.pt")
             if rank == 0:

@@ -238,7 +238,7 @@ def work(rank: int, store: str) -> None:
             for number, one in enumerate(cases):
                 if rank < size:
                     check_case(one, number, groups[size], rank, size, received)
-        check_staged({2: CASES[2][:3], 3: CASES[3][-1:]}, groups, rank, received)
+        check_staged({2: CASES[2][:3], 3: CASES[3][-1:]}, rank, received)
     check_memory(dist.group.WORLD, rank, world)
     if rank < 3:
         check_modules(groups[3], rank, 3)

@@ -2,7 +2,8 @@
 
 Tensors are sent from where they lie, with one exception: a group that has only gloo for CUDA tensors (several ranks on one
 GPU, or no fast interconnect) gets them through pinned host memory. The copies have streams of their own, so that they run
-while tiles are computed.
+while tiles are computed. Ranks of one machine share that memory (``host_memory``), and gloo carries notices: rows are in a
+slot, rows have been copied out of it. So ranks that die or stall are noticed as everywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dilated_attention_pytorch.distributed.host_memory import NOTICE, Arrival, HostMemory, Slot, host_memory
 from dilated_attention_pytorch.distributed.route import Message
 
 # Gloo moves bytes by one thread for each interface that GLOO_SOCKET_IFNAME names, and takes the tag of a message modulo
@@ -35,6 +37,14 @@ class Parcel:
     peer: int
     rows: Tensor
     pack: Callable[[], None] | None = None  # fills ``rows`` before they are sent
+
+
+def _sending(parcel: Parcel) -> str:
+    return f"send {parcel.what} to rank {parcel.peer}, {parcel.message.name}"
+
+
+def _receiving(parcel: Parcel) -> str:
+    return f"receive {parcel.what} from rank {parcel.peer}, {parcel.message.name}"
 
 
 class Transport(Protocol):
@@ -129,6 +139,7 @@ class Wire:
 
     def start(self, sends: list[Parcel], receives: list[Parcel], after: Any) -> Callable[[], None]:
         """Start sending and receiving once ``after`` has been computed; the function returned waits for the end."""
+        self._acknowledge()
         # Both ends know which of them have no rows.
         sends, receives = ([parcel for parcel in some if parcel.rows.numel()] for some in (sends, receives))
         if not sends and not receives:
@@ -138,42 +149,34 @@ class Wire:
             for parcel in sends:
                 if parcel.pack is not None:
                     parcel.pack()
-            outgoing = [
-                _pinned(parcel.rows).copy_(parcel.rows, non_blocking=True) if self.staged else parcel.rows
-                for parcel in sends
-            ]
-        incoming = [_pinned(parcel.rows) if self.staged else parcel.rows for parcel in receives]
+            slots = [self._slot(parcel) for parcel in sends]
+            outgoing = [self._copy_out(parcel, slot) for parcel, slot in zip(sends, slots, strict=True)]
+        incoming = [self._room(parcel) for parcel in receives]
         tasks, operations = [], []
-        for parcel, x in zip(sends, outgoing, strict=True):
-            task = f"send {parcel.what} to rank {parcel.peer}, {parcel.message.name}"
-            for tag, part in enumerate(self._lanes(x)):
-                tasks.append(task)
-                operations.append(dist.P2POp(dist.isend, part, self.global_ranks[parcel.peer], self.group, tag))
-        for parcel, x in zip(receives, incoming, strict=True):
-            task = f"receive {parcel.what} from rank {parcel.peer}, {parcel.message.name}"
-            for tag, part in enumerate(self._lanes(x)):
-                tasks.append(task)
-                operations.append(dist.P2POp(dist.irecv, part, self.global_ranks[parcel.peer], self.group, tag))
-        try:
+        for operation, parcels, hosts in ((dist.isend, sends, outgoing), (dist.irecv, receives, incoming)):
+            for parcel, x in zip(parcels, hosts, strict=True):
+                for tag, part in enumerate(self._lanes(x)):
+                    tasks.append(_sending(parcel) if operation is dist.isend else _receiving(parcel))
+                    operations.append(dist.P2POp(operation, part, self.global_ranks[parcel.peer], self.group, tag))
+        with self._naming(" and ".join(tasks)):
             works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise failure(f"rank {self.rank} could not {' and '.join(tasks)}", error) from error
 
         def wait() -> None:
             # NCCL has one piece of work for all, gloo one for each.
             every = tasks if len(works) == len(tasks) else [" and ".join(tasks)]
             for work, task in zip(works, every, strict=True):
-                try:
+                with self._naming(task):
                     work.wait()
-                except RuntimeError as error:
-                    raise failure(f"rank {self.rank} could not {task}", error) from error
             if self.staged:
                 with torch.cuda.stream(self.inward):
                     self.inward.wait_event(free)
-                    for parcel, host in zip(receives, incoming, strict=True):
-                        parcel.rows.copy_(host, non_blocking=True)
+                    for parcel, x in zip(receives, incoming, strict=True):
+                        self._copy_in(parcel, x)
                 torch.cuda.current_stream(self.device).wait_stream(self.inward)
             outgoing.clear()  # held until now: they were being sent
+            for slot in slots:
+                if slot is not None:
+                    self._sent(slot)
 
         return wait
 
@@ -193,6 +196,95 @@ class Wire:
             yield
             copied = self.outward.record_event()
         copied.synchronize()
+
+    @contextlib.contextmanager
+    def _naming(self, task: str) -> Any:
+        """Say what failed."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise failure(f"rank {self.rank} could not {task}", error) from error
+
+    @property
+    def _memory(self) -> HostMemory:
+        with self._naming("compare its machine with those of the others"):
+            return host_memory(self.group)
+
+    def _shared(self, parcel: Parcel) -> bool:
+        """Whether a message goes through memory that both ends map: they find the same."""
+        if not self.staged or parcel.rows.numel() * parcel.rows.element_size() <= _SMALL_MESSAGE:
+            return False
+        return parcel.peer in self._memory.processes
+
+    def _acknowledge(self) -> None:
+        """Say which slots of others may be used again.
+
+        Ranks start the same steps in the same order, and say this before they wait for anything in a step. A slot is taken
+        again in a later step than that in which it was read, so the word has been said, or is when its reader comes there.
+        """
+        if not self.staged or len(self.global_ranks) == 1:
+            return
+        for arrival in self._memory.copied():
+            # A rank that has all it needs may have left the group. One from which something is missing fails where it is.
+            with contextlib.suppress(RuntimeError):
+                self._say(arrival)
+
+    def _say(self, arrival: Arrival) -> None:
+        """A word about a slot to the rank that it belongs to, which listens: it takes no time."""
+        dist.send(torch.zeros(1, dtype=torch.uint8), self.global_ranks[arrival.peer], self.group, LANES + arrival.slot)
+
+    def _listen(self, slot: Slot, peer: int) -> dist.Work | None:
+        """For such a word."""
+        return dist.irecv(torch.zeros(1, dtype=torch.uint8), self.global_ranks[peer], self.group, LANES + slot.index)
+
+    def _slot(self, parcel: Parcel) -> Slot | None:
+        """Where shared memory is free for a message, once the receiver of what was there has copied it."""
+        if not self._shared(parcel):
+            return None
+        slot = self._memory.take()
+        if slot.copied is not None:
+            with self._naming(slot.task):
+                slot.copied.wait()
+        slot.task = _sending(parcel)
+        with self._naming(slot.task):
+            slot.fit(parcel.rows.numel() * parcel.rows.element_size())
+            slot.mapped = None if parcel.peer in slot.known else self._listen(slot, parcel.peer)
+            slot.copied = self._listen(slot, parcel.peer)
+        slot.known.add(parcel.peer)
+        return slot
+
+    def _sent(self, slot: Slot) -> None:
+        """The end of a message: the slot can be taken again, or even closed."""
+        if slot.mapped is not None:
+            with self._naming(slot.task):
+                slot.mapped.wait()
+        self._memory.give_back(slot)
+
+    def _copy_out(self, parcel: Parcel, slot: Slot | None) -> Tensor:
+        """What travels for a message: itself, its copy in host memory, or a notice of where that is."""
+        if not self.staged:
+            return parcel.rows
+        if slot is None:
+            return _pinned(parcel.rows).copy_(parcel.rows, non_blocking=True)
+        slot.rows(parcel.rows).copy_(parcel.rows, non_blocking=True)
+        return slot.notice
+
+    def _room(self, parcel: Parcel) -> Tensor:
+        """Where that comes in."""
+        if self._shared(parcel):
+            return torch.empty(NOTICE, dtype=torch.int64)
+        return _pinned(parcel.rows) if self.staged else parcel.rows
+
+    def _copy_in(self, parcel: Parcel, came: Tensor) -> None:
+        if not self._shared(parcel):
+            parcel.rows.copy_(came, non_blocking=True)
+            return
+        with self._naming(_receiving(parcel)):
+            arrival = self._memory.arrived(parcel.peer, came)
+            if arrival.first:
+                self._say(arrival)
+        parcel.rows.copy_(arrival.pages.rows(parcel.rows), non_blocking=True)
+        arrival.pages.reads.append(self.inward.record_event())
 
 
 def _pinned(rows: Tensor) -> Tensor:
