@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """The properties of a call that do not depend on the length, so that one compiled graph serves all lengths."""
 
     device: str  # "cpu", "cuda", ...
@@ -22,8 +21,9 @@ class Request:
     @staticmethod
     def of(query: Tensor, dropout_p: float, ordered: bool = False) -> Request:
         """The request that a call with this query makes."""
-        capability = torch.cuda.get_device_capability(query.device) if query.device.type == "cuda" else (0, 0)
-        return Request(query.device.type, capability, query.dtype, query.shape[-1], dropout_p, ordered)
+        kind = query.device.type
+        capability = torch.cuda.get_device_capability(query.device) if kind == "cuda" else (0, 0)
+        return Request(kind, capability, query.dtype, query.shape[-1], dropout_p, ordered)
 
 
 DROPOUT_REASON = (

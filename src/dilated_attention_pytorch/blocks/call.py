@@ -152,7 +152,7 @@ def block_attention(
         lists = block_ops.block_lists(query, key, *arguments)
         out, lse = _reference(query, key, value, lists, is_causal, used_scale, positions)
     else:
-        out, lse = block_ops.attend_blocks(query, key, value, positions, *arguments, used_scale, chosen)
+        out, lse = block_ops.call_attend_blocks(query, key, value, positions, *arguments, used_scale, chosen)
     return (out, lse) if order is None or in_order else (order.unpermute(out), order.unpermute(lse, dim=2))
 
 

@@ -30,7 +30,7 @@ def _launch(
     """One launch over all blocks of 128 rows of all heads; ``read`` are the inputs of rows (B, N, H, D)."""
     rows = table.rows.shape[0]
     items = rows * (block_size // ITEM_ROWS) * heads
-    numbers = (rows, items, *row_strides(*read), *numbers)
+    numbers = (rows, items, *row_strides(x.stride() for x in read), *numbers)
     launch_persistent(kernel, items, (*tensors, *table.tensors), numbers, {"BLOCK_SIZE": block_size, **mode})
 
 

@@ -97,7 +97,7 @@ def _table_constants(config: Config, head_dim: int, one: Launch) -> dict[str, An
     return {**constants(config, head_dim), "STAGES": stages(config, parts), "FINAL": one.final, "PARTS": parts}
 
 
-_Strides = tuple[int, ...]
+_Strides = tuple[tuple[int, ...], ...]  # of each tensor that is read
 _Calls = tuple[tuple[Call, ...], tuple[Call, ...]]
 
 
@@ -116,10 +116,10 @@ def _calls(
     for one in todo.launches:
         if one.attends:
             programs = min(one.programs, _multiprocessors(one.table.device))
-            counts = (one.table.shape[0], one.programs)
+            counts = one.table.shape[0], one.programs
             tables = one.table, todo.layout, todo.offsets
             all_constants = {**mode, **_table_constants(config, head_dim, one)}
-            attend.append(Call(kernel, programs, tables, (*counts, *strides, *numbers), all_constants))
+            attend.append(Call(kernel, programs, tables, (*counts, *run.row_strides(strides), *numbers), all_constants))
     portable_calls = sums(todo, run.Tiles(head_dim, strides, run.SUM))
     add_parts = (call for one, call in zip(todo.launches, portable_calls, strict=True) if not one.attends)
     return tuple(attend), tuple(add_parts)
@@ -176,7 +176,7 @@ def forward(
     chosen = config or configs(query.shape[-1]).forward
     todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
     tensors = (query, key, value, *run.forward_buffers(problem, query, todo, out))
-    strides = run.row_strides(query, key, value)
+    strides = query.stride(), key.stride(), value.stride()
     _launch(todo.once(_forward_calls, query.shape[-1], strides, scale, chosen), tensors)
     return tensors[-2:]
 
@@ -198,7 +198,7 @@ def dq(
     chosen = config or configs(query.shape[-1]).dq
     todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
     tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo, result))
-    strides = run.row_strides(query, key, value, dout)
+    strides = query.stride(), key.stride(), value.stride(), dout.stride()
     _launch(todo.once(_dq_calls, query.shape[-1], strides, scale, chosen), tensors)
     return tensors[-1]
 
@@ -220,7 +220,7 @@ def dkv(
     chosen = config or configs(query.shape[-1]).dkv
     todo = work(problem, block=ITEM_ROWS, by_keys=True, device=query.device)
     tensors = (query, key, value, dout, lse, delta, *run.dkv_buffers(key, value, todo, results))
-    strides = run.row_strides(query, key, value, dout)
+    strides = query.stride(), key.stride(), value.stride(), dout.stride()
     _launch(todo.once(_dkv_calls, query.shape[-1], strides, scale, chosen), tensors)
     return tensors[-2:]
 

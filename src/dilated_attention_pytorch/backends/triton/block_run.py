@@ -56,7 +56,7 @@ def _launch(
     programs = table.rows.shape[0] * (block_size // block) * heads
     if not programs:
         return
-    strides = row_strides(*read)
+    strides = row_strides(x.stride() for x in read)
     step = max(*strides, *(x.shape[2] * x.shape[3] for x in read))
     constants = tile_constants(read[0].shape[-1], exact_products(read[0]), config, step)
     constants |= {"BLOCK_SIZE": block_size, **mode}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +51,9 @@ def tile_constants(head_dim: int, exact: bool, config: Config, step: int) -> dic
     }
 
 
-def row_strides(*tensors: Tensor) -> tuple[int, ...]:
-    """The strides of sample, row and head of each."""
-    return tuple(stride for x in tensors for stride in x.stride()[:3])
+def row_strides(strides: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """The strides of sample, row and head of each tensor, without those of elements, which are 1."""
+    return tuple(stride for each in strides for stride in each[:3])
 
 
 def _keep(dropout_p: float) -> tuple[int, float]:
@@ -79,7 +79,7 @@ class Tiles:
     """What the calls over a problem's tiles depend on besides its tables."""
 
     head_dim: int
-    strides: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]  # of each tensor that is read
     config: Config
     scale: float = 1.0
     dropout_p: float = 0.0
@@ -90,7 +90,7 @@ class Tiles:
 def _calls(kernel: Any, todo: Work, how: Tiles, numbers: tuple[float, ...], **constants: Any) -> tuple[Call, ...]:
     """One call for each launch."""
     problem = todo.problem
-    step = max(problem.pattern.dilation_rates) * max(*how.strides, problem.heads * how.head_dim)
+    step = max(problem.pattern.dilation_rates) * max(*row_strides(how.strides), problem.heads * how.head_dim)
     constants |= {"ORDERED": how.ordered, "DROPOUT": how.dropout_p > 0.0}
     calls = []
     for one in todo.launches:
@@ -105,8 +105,9 @@ def forward_calls(todo: Work, how: Tiles) -> tuple[Call, ...]:
     """Over query, key, value, parts, parts_lse2, out, lse, seed and positions."""
     problem = todo.problem
     numbers = (
-        *how.strides, problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        problem.keys - problem.queries, abs(how.scale) * LOG2_E, *_keep(how.dropout_p),
+        *row_strides(how.strides), problem.queries, problem.heads, problem.key_heads,
+        problem.heads // problem.key_heads, todo.groups, problem.keys - problem.queries,
+        abs(how.scale) * LOG2_E, *_keep(how.dropout_p),
     )  # fmt: skip
     return _calls(forward_kernel, todo, how, numbers, NEGATIVE=how.scale < 0)
 
@@ -114,8 +115,9 @@ def forward_calls(todo: Work, how: Tiles) -> tuple[Call, ...]:
 def _backward_calls(kernel: Any, todo: Work, how: Tiles, *sizes: int) -> tuple[Call, ...]:
     problem = todo.problem
     numbers = (
-        *how.strides, *sizes, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        problem.keys - problem.queries, how.scale * LOG2_E, how.scale, *_keep(how.dropout_p),
+        *row_strides(how.strides), *sizes, problem.heads, problem.key_heads,
+        problem.heads // problem.key_heads, todo.groups, problem.keys - problem.queries,
+        how.scale * LOG2_E, how.scale, *_keep(how.dropout_p),
     )  # fmt: skip
     return _calls(kernel, todo, how, numbers)
 
@@ -160,7 +162,7 @@ def forward(
     config = _configs(query).forward
     todo = work(problem, block=config.block_m, by_keys=False, device=query.device)
     *parts, out, lse = forward_buffers(problem, query, todo, out)
-    strides, ordered = row_strides(query, key, value), positions is not None
+    strides, ordered = (query.stride(), key.stride(), value.stride()), positions is not None
     how = Tiles(query.shape[-1], strides, config, scale, dropout_p, ordered, exact_products(query))
     optional = lse if seed is None else seed, lse if positions is None else positions
     launch(todo.once(forward_calls, how), (query, key, value, *parts, out, lse, *optional))
@@ -200,7 +202,7 @@ def portable_gradients(
     chosen = _configs(query)
     inputs = query, key, value, dout, lse, delta
     optional = lse if seed is None else seed, lse if positions is None else positions
-    strides = row_strides(query, key, value, dout)
+    strides = query.stride(), key.stride(), value.stride(), dout.stride()
     options = scale, dropout_p, positions is not None, exact_products(query)
 
     def by_query() -> Tensor:
