@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,9 @@ from dilated_attention_pytorch.tiles import positive_scale
 _START_REGISTERS = 168
 # Kernels that add parts have room in shared memory for what is known of this many, or of a larger power of 2.
 LEAST_PARTS = 8
+
+_Strides = tuple[tuple[int, ...], ...]  # of each tensor that is read
+_Calls = tuple[tuple[Call, ...], tuple[Call, ...]]  # those that attend, those that only add up parts
 
 
 @cache
@@ -67,11 +70,12 @@ def launch_persistent(
         with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, constants))
 
 
-def _launch(calls: tuple[Iterable[Call], Iterable[Call]], tensors: tuple[Tensor, ...]) -> None:
-    """Launches that attend, then those that only add up parts, which read neither seed nor positions."""
+def _launch(calls: _Calls, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
+    """Launches that attend, then those that only add up parts, which do not read what they take as seed and positions."""
     attend, add_parts = calls
     with_scratch(lambda: launch(attend, tensors))
-    launch(add_parts, (*tensors, tensors[-1], tensors[-1]))
+    if add_parts:
+        launch(add_parts, (*tensors, lse, lse))
 
 
 def constants(config: Config, head_dim: int) -> dict[str, Any]:
@@ -95,10 +99,6 @@ def _table_constants(config: Config, head_dim: int, one: Launch) -> dict[str, An
     # Few different numbers, so that few kernels are compiled.
     parts = max(LEAST_PARTS, triton.next_power_of_2(one.children)) if one.children else 0
     return {**constants(config, head_dim), "STAGES": stages(config, parts), "FINAL": one.final, "PARTS": parts}
-
-
-_Strides = tuple[tuple[int, ...], ...]  # of each tensor that is read
-_Calls = tuple[tuple[Call, ...], tuple[Call, ...]]
 
 
 def _calls(
@@ -177,7 +177,7 @@ def forward(
     todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
     tensors = (query, key, value, *run.forward_buffers(problem, query, todo, out))
     strides = query.stride(), key.stride(), value.stride()
-    _launch(todo.once(_forward_calls, query.shape[-1], strides, scale, chosen), tensors)
+    _launch(todo.once(_forward_calls, query.shape[-1], strides, scale, chosen), tensors, tensors[-1])
     return tensors[-2:]
 
 
@@ -199,7 +199,7 @@ def dq(
     todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
     tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo, result))
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
-    _launch(todo.once(_dq_calls, query.shape[-1], strides, scale, chosen), tensors)
+    _launch(todo.once(_dq_calls, query.shape[-1], strides, scale, chosen), tensors, lse)
     return tensors[-1]
 
 
@@ -221,7 +221,7 @@ def dkv(
     todo = work(problem, block=ITEM_ROWS, by_keys=True, device=query.device)
     tensors = (query, key, value, dout, lse, delta, *run.dkv_buffers(key, value, todo, results))
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
-    _launch(todo.once(_dkv_calls, query.shape[-1], strides, scale, chosen), tensors)
+    _launch(todo.once(_dkv_calls, query.shape[-1], strides, scale, chosen), tensors, lse)
     return tensors[-2:]
 
 

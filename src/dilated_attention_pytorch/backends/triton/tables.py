@@ -112,11 +112,11 @@ class Work:
     def once(self, make: Callable[..., _T], *arguments: Any) -> _T:
         """``make(self, *arguments)``, made at the first call and kept as long as the tables are."""
         key = (make, *arguments)
-        if key not in self.kept:
+        found: _T | None = self.kept.get(key)
+        if found is None:
             if len(self.kept) >= _MOST_KEPT:
                 self.kept.clear()
-            self.kept[key] = make(self, *arguments)
-        found: _T = self.kept[key]
+            found = self.kept[key] = make(self, *arguments)
         return found
 
 
