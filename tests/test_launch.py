@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
+from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
+from dilated_attention_pytorch.backends.triton.tables import work
+from dilated_attention_pytorch.problem import Problem
 
 
 class Kernel:
@@ -75,3 +80,42 @@ def test_what_triton_may_tell_apart_is_compiled_apart():
     launch_one(kernel, 3, (x,), (16, 0.5), constants | {"BLOCK": 64})
     launch_one(kernel, 3, (x,), (16, 0.5), constants | {"num_warps": 8})
     assert len(kernel.compiled) == before + 2
+
+
+@pytest.mark.parametrize("package", ["hopper", "triton"])
+@pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
+@pytest.mark.parametrize("queries", [200, 7])
+def test_arguments_of_calls_have_the_places_of_parameters(package, which, queries, monkeypatch):
+    """By the names that kernels give them. With 7 queries, parts of dk and dv are added up at the end."""
+    from dilated_attention_pytorch.backends.hopper import run as hopper
+    from dilated_attention_pytorch.backends.triton import run as portable
+
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+    problem = Problem(Dilated([64, 128], [1, 2]), False, 2, queries, 200, 6, 3, None, None)
+    todo = work(problem, block=64, by_keys=which == "dkv", device=torch.device("cpu"))
+    read = ("q", "k", "v") if which == "forward" else ("q", "k", "v", "dout")
+    strides = tuple((1000 * i + 3, 1000 * i + 2, 1000 * i + 1, 1) for i in range(1, len(read) + 1))
+    if package == "hopper":
+        attend, add_parts = getattr(hopper, f"_{which}_calls")(todo, 64, strides, 0.25, hopper.configs(64).dq)
+    else:
+        how = portable.Tiles(64, strides, portable.SUM, scale=0.25)
+        attend, add_parts = (), getattr(portable, f"{which}_calls")(todo, how)
+    assert len(attend) + len(add_parts) == len(todo.launches)
+    expected = {"N": queries, "M": 200, "H": 6, "G": 3, "group": 2, "parts": todo.groups, "q_shift": 200 - queries}
+    for name, each in zip(read, strides, strict=True):
+        expected |= {f"{name}_stride_{axis}": stride for axis, stride in zip("bnh", each, strict=False)}
+    for call, one in zip((*attend, *add_parts), todo.launches, strict=True):
+        names, arguments = call.kernel.arg_names, (*call.tables, *call.numbers)
+        first = names.index("TABLE")
+        bound = dict(zip(names[first:], arguments, strict=False))
+        assert bound["TABLE"] is one.table
+        assert bound["LAYOUT"] is todo.layout
+        assert bound["OFFSETS"] is todo.offsets
+        numbers = expected | {"families": len(one.table), "items": one.programs}
+        if call in attend or package == "triton":
+            numbers["scale_log2"] = pytest.approx(0.25 / math.log(2))
+        checked = [name for name in names if name in numbers]
+        assert len(checked) >= 7 + 3 * len(read)
+        assert [bound[name] for name in checked] == [numbers[name] for name in checked]
+        options = {"num_warps", "num_stages", "maxnreg"}
+        assert set(names[first + len(arguments) :]) == set(call.constants) - options
