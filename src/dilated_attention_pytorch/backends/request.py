@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-class Request(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Request:
     """The properties of a call that do not depend on the length, so that one compiled graph serves all lengths."""
 
     device: str  # "cpu", "cuda", ...
@@ -21,9 +22,8 @@ class Request(NamedTuple):
     @staticmethod
     def of(query: Tensor, dropout_p: float, ordered: bool = False) -> Request:
         """The request that a call with this query makes."""
-        kind = query.device.type
-        capability = torch.cuda.get_device_capability(query.device) if kind == "cuda" else (0, 0)
-        return Request(kind, capability, query.dtype, query.shape[-1], dropout_p, ordered)
+        capability = torch.cuda.get_device_capability(query.device) if query.device.type == "cuda" else (0, 0)
+        return Request(query.device.type, capability, query.dtype, query.shape[-1], dropout_p, ordered)
 
 
 DROPOUT_REASON = (
