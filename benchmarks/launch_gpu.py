@@ -18,12 +18,13 @@ from gpu import SETTINGS, graph_milliseconds, milliseconds, tensors
 
 from dilated_attention_pytorch import attention
 from dilated_attention_pytorch.backends.hopper import run as hopper
+from dilated_attention_pytorch.backends.triton import launch as launching
 from dilated_attention_pytorch.backends.triton import run as portable
-from dilated_attention_pytorch.backends.triton.launch import launch
 
 
-def dispatched(kernel, programs, arguments, numbers, constants) -> None:
-    kernel[(programs,)](*arguments, *numbers, **constants)
+def dispatched(calls, arguments) -> None:
+    for call in calls:
+        call.kernel[(call.programs,)](*arguments, *call.tables, *call.numbers, **call.constants)
 
 
 def host_milliseconds(call, repeats: int = 200) -> float:
@@ -61,10 +62,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows = []
+    rows, direct = [], launching.launch
     for name in ("short", "gigapath 16k"):
-        for how, function in (("dispatched", dispatched), ("direct", launch)):
-            hopper.launch = portable.launch = function
+        for how, function in (("dispatched", dispatched), ("direct", direct)):
+            launching.launch = hopper.launch = portable.launch = function
             rows.append(measure(name, how))
     if options.out:
         report = {

@@ -9,6 +9,9 @@ import sys
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch import Dilated, MultiheadDilatedAttention, attention, dilated_attention, ops
@@ -33,6 +36,58 @@ def test_opcheck(backend, mode):
     saved = [x.detach() for x in (q, k, v, out, lse)]
     for dlse in (None, torch.randn_like(lse)):
         torch.library.opcheck(ops.attend_backward, (torch.randn_like(out), dlse, *saved, lengths, cu_seqlens, *constants))
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operators.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Wrapped(torch.Tensor):
+    """A class of tensors of its own, which notes nothing."""
+
+
+def forward_and_backward(q, k, v):
+    out, lse = attention(q, k, v, PATTERN, return_lse=True)
+    return [out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))]
+
+
+def test_operators_are_seen_by_all_that_look_at_them():
+    """Without them the same functions run without PyTorch's dispatcher, to the same results, bit by bit."""
+    arguments = inputs()
+    expected = forward_and_backward(*arguments)
+    with Seen() as seen:
+        results = forward_and_backward(*arguments)
+    assert ops.attend in seen.operators
+    assert ops.attend_backward in seen.operators
+    assert all(torch.equal(a, e) for a, e in zip(results, expected, strict=True))
+    with torch.no_grad():
+        assert torch.equal(attention(*arguments, PATTERN), expected[0])
+    with torch.profiler.profile() as profile:
+        forward_and_backward(*arguments)
+    assert {"dilated_attention::attend", "dilated_attention::attend_backward"} <= {e.name for e in profile.events()}
+    functions = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            functions.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Functions():
+        attention(*arguments, PATTERN)
+    assert ops.attend in functions
+    graph = make_fx(lambda *x: attention(*x, PATTERN))(*(x.detach() for x in arguments)).graph
+    assert ops.attend in {node.target for node in graph.nodes}
+    assert isinstance(attention(*(x.detach().as_subclass(Wrapped) for x in arguments), PATTERN), Wrapped)
+    mapped = torch.vmap(lambda *x: attention(*x, PATTERN))(*(x.detach().unsqueeze(0) for x in arguments))
+    torch.testing.assert_close(mapped[0], expected[0])
 
 
 def layer(q, k, v):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
-from dilated_attention_pytorch.backends.triton.launch import launch
+from dilated_attention_pytorch import Dilated
+from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
+from dilated_attention_pytorch.backends.triton.tables import work
+from dilated_attention_pytorch.problem import Problem
 
 
 class Kernel:
@@ -37,13 +42,23 @@ class Compiled:
 def test_later_calls_go_to_what_the_first_compiled():
     kernel, x = Kernel(), torch.zeros(64)
     constants = {"num_warps": 4, "FLAG": True, "BLOCK": 32}  # options are no parameters; constants in any order
-    launch(kernel, 3, (x,), (32, 0.5), constants)
-    launch(kernel, 5, (x[4:],), (32, 0.5), constants)
+    launch_one(kernel, 3, (x,), (32, 0.5), constants)
+    launch_one(kernel, 3, (x[4:],), (32, 0.5), constants)
     assert [grid for grid, *_ in kernel.compiled] == [(3,)]
-    ((name, grid, values),) = kernel.called
-    assert (name, grid) == (1, (5, 1, 1))
-    assert values[0].data_ptr() == x[4:].data_ptr()
-    assert values[1:] == (32, 0.5, 32, True)
+    assert kernel.called == [(1, (3, 1, 1), (x[4:].data_ptr(), 32, 0.5, 32, True))]
+
+
+def test_calls_over_tables_go_over_the_same_tensors():
+    kernel, x, tables = Kernel(), torch.zeros(64), torch.zeros(2, 64)
+    kernel.arg_names = ("X", "TABLE", "n", "BLOCK")
+    calls = [Call(kernel, 3 + i, (tables[i],), (7,), {"BLOCK": 32}) for i in range(2)]
+    launch(calls, (x,))
+    assert [(grid, [y.data_ptr() for y in values[:2]]) for grid, values, _ in kernel.compiled] == [
+        ((3 + i,), [x.data_ptr(), tables[i].data_ptr()]) for i in range(2)
+    ]
+    assert not kernel.called
+    launch(calls, (x[4:],))
+    assert kernel.called == [(1 + i, (3 + i, 1, 1), (x[4:].data_ptr(), tables[i].data_ptr(), 7, 32)) for i in range(2)]
 
 
 def test_what_triton_may_tell_apart_is_compiled_apart():
@@ -54,14 +69,53 @@ def test_what_triton_may_tell_apart_is_compiled_apart():
     constants = {"num_warps": 4, "FLAG": True, "BLOCK": 32}
     for tensor in (x, x[1:], x[4:], x.half(), x.half()[4:]):
         for number in (0, 1, -1, 16, 17, 2**31 - 1, 2**31, 2**40):
-            launch(kernel, 3, (tensor,), (number, 0.5), constants)
+            launch_one(kernel, 3, (tensor,), (number, 0.5), constants)
             kinds = tuple(native_specialize_impl(CUDABackend, x, False, True, True) for x in (tensor, number))
-            launch(kernel, 3, (tensor,), (number, 0.5), constants)
+            launch_one(kernel, 3, (tensor,), (number, 0.5), constants)
             name = kernel.called[-1][0]
             _, (tensor_then, number_then, _), _ = kernel.compiled[name - 1]
             then = tuple(native_specialize_impl(CUDABackend, x, False, True, True) for x in (tensor_then, number_then))
             assert then == kinds
     before = len(kernel.compiled)
-    launch(kernel, 3, (x,), (16, 0.5), constants | {"BLOCK": 64})
-    launch(kernel, 3, (x,), (16, 0.5), constants | {"num_warps": 8})
+    launch_one(kernel, 3, (x,), (16, 0.5), constants | {"BLOCK": 64})
+    launch_one(kernel, 3, (x,), (16, 0.5), constants | {"num_warps": 8})
     assert len(kernel.compiled) == before + 2
+
+
+@pytest.mark.parametrize("package", ["hopper", "triton"])
+@pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
+@pytest.mark.parametrize("queries", [200, 7])
+def test_arguments_of_calls_have_the_places_of_parameters(package, which, queries, monkeypatch):
+    """By the names that kernels give them. With 7 queries, parts of dk and dv are added up at the end."""
+    from dilated_attention_pytorch.backends.hopper import run as hopper
+    from dilated_attention_pytorch.backends.triton import run as portable
+
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+    problem = Problem(Dilated([64, 128], [1, 2]), False, 2, queries, 200, 6, 3, None, None)
+    todo = work(problem, block=64, by_keys=which == "dkv", device=torch.device("cpu"))
+    read = ("q", "k", "v") if which == "forward" else ("q", "k", "v", "dout")
+    strides = tuple((1000 * i + 3, 1000 * i + 2, 1000 * i + 1, 1) for i in range(1, len(read) + 1))
+    if package == "hopper":
+        attend, add_parts = getattr(hopper, f"_{which}_calls")(todo, 64, strides, 0.25, hopper.configs(64).dq)
+    else:
+        how = portable.Tiles(64, strides, portable.SUM, scale=0.25)
+        attend, add_parts = (), getattr(portable, f"{which}_calls")(todo, how)
+    assert len(attend) + len(add_parts) == len(todo.launches)
+    expected = {"N": queries, "M": 200, "H": 6, "G": 3, "group": 2, "parts": todo.groups, "q_shift": 200 - queries}
+    for name, each in zip(read, strides, strict=True):
+        expected |= {f"{name}_stride_{axis}": stride for axis, stride in zip("bnh", each, strict=False)}
+    for call, one in zip((*attend, *add_parts), todo.launches, strict=True):
+        names, arguments = call.kernel.arg_names, (*call.tables, *call.numbers)
+        first = names.index("TABLE")
+        bound = dict(zip(names[first:], arguments, strict=False))
+        assert bound["TABLE"] is one.table
+        assert bound["LAYOUT"] is todo.layout
+        assert bound["OFFSETS"] is todo.offsets
+        numbers = expected | {"families": len(one.table), "items": one.programs}
+        if call in attend or package == "triton":
+            numbers["scale_log2"] = pytest.approx(0.25 / math.log(2))
+        checked = [name for name in names if name in numbers]
+        assert len(checked) >= 7 + 3 * len(read)
+        assert [bound[name] for name in checked] == [numbers[name] for name in checked]
+        options = {"num_warps", "num_stages", "maxnreg"}
+        assert set(names[first + len(arguments) :]) == set(call.constants) - options

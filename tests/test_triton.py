@@ -217,21 +217,26 @@ def test_parts_of_a_decoding_step_do_not_grow_with_the_sequence():
         assert work(problem, block=64, by_keys=False, device=torch.device("cpu")).part_rows <= 2 * 10 * 32
 
 
-def test_rows_further_apart_than_32_bits_reach():
+def test_rows_further_apart_than_32_bits_reach(monkeypatch):
     """A storage of 2**31 elements is too much for a test; the same kernel with 64-bit offsets on a small one is not."""
-    from dilated_attention_pytorch.backends.triton import run
+    from dilated_attention_pytorch.backends.triton import run, tables
 
     tensors = inputs(1, 70, 70, 2, 1, 16)
     pattern = Dilated([24, 64], [1, 3])
     narrow = attention(*tensors, pattern, backend="triton")
-    original = run._constants
-    run._constants = lambda *arguments: original(*arguments) | {"WIDE": True}
-    try:
-        out = attention(*tensors, pattern, backend="triton")
-        assert torch.equal(out, narrow)
-        torch.autograd.grad(out.sum(), tensors)
-    finally:
-        run._constants = original
+    made, original = [], run.tile_constants
+
+    def wide(*arguments):
+        made.append(original(*arguments) | {"WIDE": True})
+        return made[-1]
+
+    monkeypatch.setattr(run, "tile_constants", wide)
+    tables._work.cache_clear()  # with the calls that were made
+    out = attention(*tensors, pattern, backend="triton")
+    assert torch.equal(out, narrow)
+    torch.autograd.grad(out.sum(), tensors)
+    assert made
+    tables._work.cache_clear()
 
 
 def test_tables_and_kernels_agree_on_columns():

@@ -229,7 +229,7 @@ def attention(
         if positions is not None:
             # The tiles are whole and masked by position. Padding lies behind every position: causality hides it.
             pattern, is_causal = pattern.without_padding(), False
-        out, lse = ops.attend(
+        out, lse = ops.call_attend(
             query, key, value, lengths, cu_seqlens, used_seed, positions, pattern.spec, is_causal, used_scale, dropout_p,
             detach, backends.for_operator(backend, chosen),
         )  # fmt: skip

@@ -172,7 +172,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
         return (None,) * 13
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = attend_backward(dout, dlse, query, key, value, out, lse, *optional, *ctx.constants)
+    grads = call_attend_backward(dout, dlse, query, key, value, out, lse, *optional, *ctx.constants)
     return (*grads, *(None,) * 10)
 
 
@@ -183,7 +183,7 @@ def no_second_derivative(ctx: Any, *grads: Tensor) -> None:
     )
 
 
-def define_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def define_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
     """Define an operator for every device.
 
     ``torch.library.custom_op`` does the same and imports all of ``torch._dynamo`` at the first call.
@@ -195,11 +195,64 @@ def define_operator(name: str, function: Callable[..., Any], fake: Callable[...,
     torch.library.define(qualified, schema, tags=tags)
     torch.library.impl(qualified, "default", function)
     torch.library.register_fake(qualified, fake)
-    operator: Callable[..., Any] = getattr(torch.ops.dilated_attention, name).default
+    operator: torch._ops.OpOverload = getattr(torch.ops.dilated_attention, name).default
     return operator
+
+
+# Types of arguments of which nothing but autograd knows.
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), str, bool, int, float}
+
+
+def _observed(inputs: tuple[Any, ...]) -> bool:
+    """Whether something besides autograd looks at operators: a compiler, a mode, a transformation, a class of tensors."""
+    return (
+        torch.compiler.is_compiling()
+        or not {type(x) for x in inputs} <= _PLAIN
+        or inputs[0].is_meta
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()  # which shows operators by their names
+        or torch._C._is_tracing()
+    )
+
+
+def with_gradient(
+    operator: torch._ops.OpOverload,
+    function: Callable[..., Any],
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+) -> Callable[..., Any]:
+    """Register the gradient of an operator, and return a function that does the same as the operator in less time.
+
+    PyTorch's dispatcher takes longer for an operator with a Python gradient than a kernel over a short sequence runs. So
+    where nobody would see the operator, its function is called as it is, within an ``autograd.Function``.
+    """
+    torch.library.register_autograd(operator, backward, setup_context=setup_context)
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = function(*inputs)
+            if setup_context is not None:
+                setup_context(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return backward(ctx, *grads)
+
+    def call(*inputs: Any) -> Any:
+        if _observed(inputs):
+            return operator(*inputs)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs if isinstance(x, Tensor)):
+            return Direct.apply(*inputs)  # type: ignore[no-untyped-call]
+        return function(*inputs)
+
+    return call
 
 
 attend = define_operator("attend", _attend, attend_fake)
 attend_backward = define_operator("attend_backward", _attend_backward, attend_backward_fake)
-torch.library.register_autograd("dilated_attention::attend", _backward, setup_context=_setup_context)
-torch.library.register_autograd("dilated_attention::attend_backward", no_second_derivative)
+call_attend = with_gradient(attend, _attend, _backward, _setup_context)
+call_attend_backward = with_gradient(attend_backward, _attend_backward, no_second_derivative)

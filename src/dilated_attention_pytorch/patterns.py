@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -49,6 +49,8 @@ class Dilated:
     dilation_rates: tuple[int, ...]
     offsets: str | tuple[int, ...] = "interleaved"
     torchscale_padding: bool = False
+    # The pattern as one string, for operator schemas and result files; ``from_spec`` reads it back.
+    spec: str = field(init=False, compare=False, repr=False)
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class Dilated:
         assign(self, "offsets", offsets if isinstance(offsets, str) else _integers("offsets", offsets))
         assign(self, "torchscale_padding", torchscale_padding)
         self._validate()
+        assign(self, "spec", self._spec())
 
     def _validate(self) -> None:
         lengths, rates = self.segment_lengths, self.dilation_rates
@@ -144,9 +147,8 @@ class Dilated:
         missing = padded_rows - own_rows * (own_rows > 0)
         return missing * (missing > 0) * (i % w % r == o)
 
-    @property
-    def spec(self) -> str:
-        """The pattern as one string, for operator schemas and result files; ``from_spec`` reads it back.
+    def _spec(self) -> str:
+        """Lengths, rates, offsets and padding.
 
         >>> Dilated([4, 8], [1, 2], offsets=[0, 1]).spec
         '4,8|1,2|0,1|'

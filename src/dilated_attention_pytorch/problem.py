@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
@@ -33,17 +34,8 @@ class Problem:
     ) -> Problem:
         """The problem that these arguments pose; ``lengths`` and ``cu_seqlens`` are read, which waits for a GPU."""
         (batch, n, heads, _), (m, key_heads) = query.shape, key.shape[1:3]
-        return Problem(
-            Dilated.from_spec(pattern),
-            is_causal,
-            batch,
-            n,
-            m,
-            heads,
-            key_heads,
-            host_lengths(lengths, m),
-            host_cu_seqlens(cu_seqlens, m),
-        )
+        sequences = host_lengths(lengths, m), host_cu_seqlens(cu_seqlens, m)
+        return _problem(pattern, is_causal, batch, n, m, heads, key_heads, *sequences)
 
     def only(self, branch: int) -> Problem:
         """The same problem for one branch alone."""
@@ -52,6 +44,12 @@ class Problem:
     def plans(self) -> tuple[tuple[Span, Plan], ...]:
         """The sequences of the batch, each with its plan."""
         return _plans(self)
+
+
+@lru_cache(maxsize=256)
+def _problem(pattern: str, *fields: Any) -> Problem:
+    """Of equal problems the same object, which caches find again without comparing fields."""
+    return Problem(Dilated.from_spec(pattern), *fields)
 
 
 @lru_cache(maxsize=256)

@@ -6,6 +6,7 @@ Where ``auto`` finds a Hopper GPU, the length decides as well: then the choice i
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -75,10 +76,13 @@ def for_operator(backend: str, chosen: str) -> str:
 def fastest(problem: Problem, query: Tensor, *, backward: bool) -> str:
     """What "auto" runs on a Hopper GPU, forward and backward apart: both know only ``out`` and ``lse`` of one another."""
     least = _SDPA_FROM_PAIRS[problem.is_causal, backward]
-    if least == math.inf or sdpa.why_not(Request.of(query, dropout_p=0.0)):
+    if least == math.inf or not fused.serves(query) or not _large_pieces(problem, query.shape[-1], least):
         return "hopper"
     if backward and torch.are_deterministic_algorithms_enabled():  # cuDNN adds up dq in any order
         return "hopper"
-    if not fused.serves(query) or not fused.few_pieces(problem, query.shape[-1]):
-        return "hopper"
-    return "sdpa" if fused.pairs_per_piece(problem, query.shape[-1]) >= least else "hopper"
+    return "hopper" if sdpa.why_not(Request.of(query, dropout_p=0.0)) else "sdpa"
+
+
+@lru_cache(maxsize=256)
+def _large_pieces(problem: Problem, head_dim: int, least: float) -> bool:
+    return fused.few_pieces(problem, head_dim) and fused.pairs_per_piece(problem, head_dim) >= least

@@ -163,7 +163,7 @@ def block_attention(
         out, lse = _reference(query, key, value, lists, is_causal, used_scale, positions, dropout)
     else:
         optional = positions, used_seed
-        out, lse = block_ops.attend_blocks(query, key, value, *optional, *arguments, used_scale, dropout_p, chosen)
+        out, lse = block_ops.call_attend_blocks(query, key, value, *optional, *arguments, used_scale, dropout_p, chosen)
     return (out, lse) if order is None or in_order else (order.unpermute(out), order.unpermute(lse, dim=2))
 
 

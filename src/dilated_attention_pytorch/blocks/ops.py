@@ -330,12 +330,12 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
         return (None,) * 16
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = attend_blocks_backward(dout, dlse, query, key, value, out, lse, *optional, *ctx.constants)
+    grads = call_attend_blocks_backward(dout, dlse, query, key, value, out, lse, *optional, *ctx.constants)
     return (*grads, *(None,) * 13)
 
 
 choose_blocks = ops.define_operator("choose_blocks", _choose_blocks, _choose_blocks_fake)
 attend_blocks = ops.define_operator("attend_blocks", _attend_blocks, ops.attend_fake)
 attend_blocks_backward = ops.define_operator("attend_blocks_backward", _attend_blocks_backward, ops.attend_backward_fake)
-torch.library.register_autograd("dilated_attention::attend_blocks", _backward, setup_context=_setup_context)
-torch.library.register_autograd("dilated_attention::attend_blocks_backward", ops.no_second_derivative)
+call_attend_blocks = ops.with_gradient(attend_blocks, _attend_blocks, _backward, _setup_context)
+call_attend_blocks_backward = ops.with_gradient(attend_blocks_backward, _attend_blocks_backward, ops.no_second_derivative)

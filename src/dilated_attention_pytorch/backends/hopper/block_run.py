@@ -14,7 +14,7 @@ from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, Config,
 from dilated_attention_pytorch.backends.hopper.run import aligned, constants, launch_persistent, scaled_query
 from dilated_attention_pytorch.backends.triton.block_run import forward_buffers, result_buffer
 from dilated_attention_pytorch.backends.triton.block_tables import BlockTable
-from dilated_attention_pytorch.backends.triton.run import LOG2_E, row_delta
+from dilated_attention_pytorch.backends.triton.run import LOG2_E, row_delta, row_strides
 
 
 def _launch(
@@ -30,8 +30,7 @@ def _launch(
     """One launch over all blocks of 128 rows of all heads; ``read`` are the inputs of rows (B, N, H, D)."""
     rows = table.rows.shape[0]
     items = rows * (block_size // ITEM_ROWS) * heads
-    strides = tuple(stride for x in read for stride in x.stride()[:3])
-    numbers = (rows, items, *strides, *numbers)
+    numbers = (rows, items, *row_strides(x.stride() for x in read), *numbers)
     launch_persistent(kernel, items, (*tensors, *table.tensors), numbers, {"BLOCK_SIZE": block_size, **mode})
 
 
@@ -53,7 +52,7 @@ def forward(
     out, lse = forward_buffers(table, query)
     _launch(
         block_forward_kernel, table, heads, (*read, out, lse), read, (n, heads, group, scale * LOG2_E), block_size,
-        BLOCK_N=chosen.block, CAUSAL=is_causal, **constants(chosen, query),
+        BLOCK_N=chosen.block, CAUSAL=is_causal, **constants(chosen, query.shape[-1]),
     )  # fmt: skip
     return out, lse
 
@@ -75,7 +74,7 @@ def dq(
     numbers = (n, heads, heads // key.shape[2], scale * LOG2_E, scale)
     _launch(
         block_dq_kernel, table, heads, (*read, *statistics, result), read, numbers, block_size,
-        BLOCK_N=chosen.block, CAUSAL=is_causal, **constants(chosen, query),
+        BLOCK_N=chosen.block, CAUSAL=is_causal, **constants(chosen, query.shape[-1]),
     )  # fmt: skip
     return result
 
@@ -97,7 +96,7 @@ def dkv(
     numbers = (n, m, heads, key_heads, heads // key_heads, scale * LOG2_E, scale)
     _launch(
         block_dkv_kernel, table, key_heads, (*read, *statistics, dk, dv), read, numbers, block_size,
-        BLOCK_M=chosen.block, OVERLAP=chosen.overlap, CAUSAL=is_causal, **constants(chosen, query),
+        BLOCK_M=chosen.block, OVERLAP=chosen.overlap, CAUSAL=is_causal, **constants(chosen, query.shape[-1]),
     )  # fmt: skip
     return dk, dv
 

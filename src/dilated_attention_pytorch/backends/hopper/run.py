@@ -17,7 +17,7 @@ from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
-from dilated_attention_pytorch.backends.triton.launch import launch
+from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
 from dilated_attention_pytorch.backends.triton.tables import Launch, Work, work
 from dilated_attention_pytorch.problem import Problem
 from dilated_attention_pytorch.tiles import positive_scale
@@ -27,6 +27,9 @@ _START_REGISTERS = 168
 # Kernels that add parts have room in shared memory for what is known of this many, or of a larger power of 2.
 LEAST_PARTS = 8
 
+_Strides = tuple[tuple[int, ...], ...]  # of each tensor that is read
+_Calls = tuple[tuple[Call, ...], tuple[Call, ...]]  # those that attend, those that only add up parts
+
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
@@ -35,21 +38,24 @@ def _multiprocessors(device: torch.device) -> int:
 
 def aligned(x: Tensor) -> Tensor:
     """The tensor memory accelerator reads rows at multiples of 16 bytes; other layouts (rare) are copied once."""
-    strides = [stride * x.element_size() for stride in x.stride()[:3]]
-    fits = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides) and strides[1] > 0
+    stride_b, stride_n, stride_h, _ = x.stride()
+    # 16 is a power of 2: it divides all of them if it divides the bits that any of them has.
+    fits = (x.data_ptr() | (stride_b | stride_n | stride_h) * x.element_size()) % 16 == 0 and stride_n > 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)  # contiguous() may return x itself
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Memory for descriptors, for the duration of a launch."""
-    return torch.empty(size, dtype=torch.int8, device=torch.cuda.current_device())
 
 
 def with_scratch(call: Callable[[], None]) -> None:
     """Launch kernels that make descriptors; the allocator of other code stays what it is."""
+    memory: list[Tensor] = []
+
+    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+        # Kernels of one stream run one after the other, so all can have the same.
+        if not memory or memory[-1].numel() < size:
+            memory.append(torch.empty(size, dtype=torch.int8, device=torch.cuda.current_device()))
+        return memory[-1]
 
     def inside() -> None:
-        triton.set_allocator(_scratch)
+        triton.set_allocator(scratch)
         call()
 
     contextvars.copy_context().run(inside)
@@ -61,27 +67,22 @@ def launch_persistent(
     """One program for each multiprocessor, which share the items."""
     if items:
         programs = min(items, _multiprocessors(tensors[0].device))
-        with_scratch(lambda: launch(kernel, programs, tensors, numbers, constants))
+        with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, constants))
 
 
-def _launch(todo: Work, attend: Callable[[Launch], None], add_parts: Callable[[int, Tensor], None]) -> None:
-    """All launches, those that only add up parts by ``add_parts``."""
-
-    def both() -> None:
-        for one in todo.launches:
-            if one.attends:
-                attend(one)
-            else:
-                add_parts(one.programs, one.table)
-
-    with_scratch(both)
+def _launch(calls: _Calls, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
+    """Launches that attend, then those that only add up parts, which do not read what they take as seed and positions."""
+    attend, add_parts = calls
+    with_scratch(lambda: launch(attend, tensors))
+    if add_parts:
+        launch(add_parts, (*tensors, lse, lse))
 
 
-def constants(config: Config, x: Tensor) -> dict[str, Any]:
+def constants(config: Config, head_dim: int) -> dict[str, Any]:
     """What all Hopper kernels are specialised on."""
     return {
-        "D": x.shape[-1],
-        "BLOCK_D": portable.padded(x.shape[-1]),
+        "D": head_dim,
+        "BLOCK_D": portable.padded(head_dim),
         "STAGES": config.stages,
         "HELD": config.held,
         "num_warps": 4,
@@ -94,10 +95,62 @@ def stages(config: Config, parts: int) -> int:
     return config.stages - (parts > LEAST_PARTS)
 
 
-def _table_constants(config: Config, x: Tensor, one: Launch) -> dict[str, Any]:
+def _table_constants(config: Config, head_dim: int, one: Launch) -> dict[str, Any]:
     # Few different numbers, so that few kernels are compiled.
     parts = max(LEAST_PARTS, triton.next_power_of_2(one.children)) if one.children else 0
-    return {**constants(config, x), "STAGES": stages(config, parts), "FINAL": one.final, "PARTS": parts}
+    return {**constants(config, head_dim), "STAGES": stages(config, parts), "FINAL": one.final, "PARTS": parts}
+
+
+def _calls(
+    kernel: Any,
+    sums: Callable[[Work, run.Tiles], tuple[Call, ...]],
+    todo: Work,
+    head_dim: int,
+    strides: _Strides,
+    config: Config,
+    numbers: tuple[float, ...],
+    **mode: Any,
+) -> _Calls:
+    """The launches that attend, and those that only add up parts, which are ``sums`` of the portable kernels."""
+    attend = []
+    for one in todo.launches:
+        if one.attends:
+            programs = min(one.programs, _multiprocessors(one.table.device))
+            counts = one.table.shape[0], one.programs
+            tables = one.table, todo.layout, todo.offsets
+            all_constants = {**mode, **_table_constants(config, head_dim, one)}
+            attend.append(Call(kernel, programs, tables, (*counts, *run.row_strides(strides), *numbers), all_constants))
+    portable_calls = sums(todo, run.Tiles(head_dim, strides, run.SUM))
+    add_parts = (call for one, call in zip(todo.launches, portable_calls, strict=True) if not one.attends)
+    return tuple(attend), tuple(add_parts)
+
+
+def _forward_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
+    problem = todo.problem
+    numbers = (
+        problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
+        scale * run.LOG2_E,
+    )  # fmt: skip
+    return _calls(forward_kernel, run.forward_calls, todo, head_dim, strides, config, numbers, BLOCK_N=config.block)
+
+
+def _dq_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
+    problem = todo.problem
+    numbers = (
+        problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
+        scale * run.LOG2_E, scale,
+    )  # fmt: skip
+    return _calls(dq_kernel, run.dq_calls, todo, head_dim, strides, config, numbers, BLOCK_N=config.block)
+
+
+def _dkv_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
+    problem = todo.problem
+    numbers = (
+        problem.queries, problem.keys, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
+        scale * run.LOG2_E, scale,
+    )  # fmt: skip
+    mode = {"BLOCK_M": config.block, "OVERLAP": config.overlap}
+    return _calls(dkv_kernel, run.dkv_calls, todo, head_dim, strides, config, numbers, **mode)
 
 
 def scaled_query(query: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -123,21 +176,8 @@ def forward(
     chosen = config or configs(query.shape[-1]).forward
     todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
     tensors = (query, key, value, *run.forward_buffers(problem, query, todo, out))
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
-
-    def attend(one: Launch) -> None:
-        numbers = (
-            one.table.shape[0], one.programs, *strides, problem.queries, problem.heads, problem.key_heads,
-            problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E,
-        )  # fmt: skip
-        mode = {"BLOCK_N": chosen.block, **_table_constants(chosen, query, one)}
-        programs = min(one.programs, _multiprocessors(query.device))
-        launch(forward_kernel, programs, (*tensors, one.table, todo.layout, todo.offsets), numbers, mode)
-
-    def add_parts(programs: int, table: Tensor) -> None:
-        run.launch_forward(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
-
-    _launch(todo, attend, add_parts)
+    strides = query.stride(), key.stride(), value.stride()
+    _launch(todo.once(_forward_calls, query.shape[-1], strides, scale, chosen), tensors, tensors[-1])
     return tensors[-2:]
 
 
@@ -158,21 +198,8 @@ def dq(
     chosen = config or configs(query.shape[-1]).dq
     todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
     tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo, result))
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
-
-    def attend(one: Launch) -> None:
-        numbers = (
-            one.table.shape[0], one.programs, *strides, problem.queries, problem.heads, problem.key_heads,
-            problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
-        )  # fmt: skip
-        mode = {"BLOCK_N": chosen.block, **_table_constants(chosen, query, one)}
-        programs = min(one.programs, _multiprocessors(query.device))
-        launch(dq_kernel, programs, (*tensors, one.table, todo.layout, todo.offsets), numbers, mode)
-
-    def add_parts(programs: int, table: Tensor) -> None:
-        run.launch_dq(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
-
-    _launch(todo, attend, add_parts)
+    strides = query.stride(), key.stride(), value.stride(), dout.stride()
+    _launch(todo.once(_dq_calls, query.shape[-1], strides, scale, chosen), tensors, lse)
     return tensors[-1]
 
 
@@ -193,21 +220,8 @@ def dkv(
     chosen = config or configs(query.shape[-1]).dkv
     todo = work(problem, block=ITEM_ROWS, by_keys=True, device=query.device)
     tensors = (query, key, value, dout, lse, delta, *run.dkv_buffers(key, value, todo, results))
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
-
-    def attend(one: Launch) -> None:
-        numbers = (
-            one.table.shape[0], one.programs, *strides, problem.queries, problem.keys, problem.heads, problem.key_heads,
-            problem.heads // problem.key_heads, todo.groups, scale * run.LOG2_E, scale,
-        )  # fmt: skip
-        mode = {"BLOCK_M": chosen.block, "OVERLAP": chosen.overlap, **_table_constants(chosen, query, one)}
-        programs = min(one.programs, _multiprocessors(query.device))
-        launch(dkv_kernel, programs, (*tensors, one.table, todo.layout, todo.offsets), numbers, mode)
-
-    def add_parts(programs: int, table: Tensor) -> None:
-        run.launch_dkv(problem, todo, tensors, run.SUM, programs, table, ATTEND=False, FINAL=True)
-
-    _launch(todo, attend, add_parts)
+    strides = query.stride(), key.stride(), value.stride(), dout.stride()
+    _launch(todo.once(_dkv_calls, query.shape[-1], strides, scale, chosen), tensors, lse)
     return tensors[-2:]
 
 

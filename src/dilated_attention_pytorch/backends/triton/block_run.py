@@ -12,8 +12,16 @@ from dilated_attention_pytorch.backends.triton.block_backward import block_dkv_k
 from dilated_attention_pytorch.backends.triton.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.triton.block_tables import BlockTable
 from dilated_attention_pytorch.backends.triton.configs import Config, Configs, block_configs
-from dilated_attention_pytorch.backends.triton.launch import launch
-from dilated_attention_pytorch.backends.triton.run import LOG2_E, capability, keep_numbers, row_delta, tile_constants
+from dilated_attention_pytorch.backends.triton.launch import launch_one
+from dilated_attention_pytorch.backends.triton.run import (
+    LOG2_E,
+    capability,
+    exact_products,
+    keep_numbers,
+    row_delta,
+    row_strides,
+    tile_constants,
+)
 
 
 def _configs(x: Tensor, block_size: int) -> Configs:
@@ -51,11 +59,12 @@ def _launch(
     programs = table.rows.shape[0] * (block_size // block) * heads
     if not programs:
         return
-    strides = tuple(stride for x in read for stride in x.stride()[:3])
+    strides = row_strides(x.stride() for x in read)
     step = max(*strides, *(x.shape[2] * x.shape[3] for x in read))
-    constants = {"BLOCK_SIZE": block_size, "DROPOUT": dropout_p > 0.0, **mode, **tile_constants(read[0], config, step)}
+    constants = tile_constants(read[0].shape[-1], exact_products(read[0]), config, step)
+    constants |= {"BLOCK_SIZE": block_size, "DROPOUT": dropout_p > 0.0, **mode}
     numbers = table.rows.shape[0], *strides, *numbers, *keep_numbers(dropout_p)
-    launch(kernel, programs, (*tensors, *table.tensors, table.starts if seed is None else seed), numbers, constants)
+    launch_one(kernel, programs, (*tensors, *table.tensors, table.starts if seed is None else seed), numbers, constants)
 
 
 def forward(

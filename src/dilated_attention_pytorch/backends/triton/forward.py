@@ -125,11 +125,11 @@ def forward_kernel(
     PARTS_LSE2,  # (rows,) float32
     OUT,  # (B, N, H, D)
     LSE,  # (B, H, N) float32, natural logarithm
+    SEED,
+    POSITIONS,  # (B, N) int32: the original position of each row, if ORDERED
     TABLE,
     LAYOUT,
     OFFSETS,
-    SEED,
-    POSITIONS,  # (B, N) int32: the original position of each row, if ORDERED
     families,
     q_stride_b,
     q_stride_n,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from dilated_attention_pytorch import dropout
 from dilated_attention_pytorch.backends.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from dilated_attention_pytorch.backends.triton.configs import Config, Configs, configs, padded
 from dilated_attention_pytorch.backends.triton.forward import forward_kernel
-from dilated_attention_pytorch.backends.triton.launch import launch
+from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
 from dilated_attention_pytorch.backends.triton.tables import SUM_ROWS, Work, work
 from dilated_attention_pytorch.problem import Problem
 
@@ -32,19 +32,16 @@ def _configs(x: Tensor) -> Configs:
     return configs(capability(x), x.dtype, x.shape[-1])
 
 
-def _constants(problem: Problem, x: Tensor, config: Config, dropout_p: float, strides: tuple[int, ...]) -> dict[str, Any]:
-    """What all kernels over tiles are specialised on."""
-    step = max(problem.pattern.dilation_rates) * max(*strides, problem.heads * x.shape[-1])
-    return {"DROPOUT": dropout_p > 0.0, **tile_constants(x, config, step)}
+def exact_products(x: Tensor) -> bool:
+    """float32 products are exact to float32 unless the caller allowed less for all of PyTorch."""
+    return x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
-def tile_constants(x: Tensor, config: Config, step: int) -> dict[str, Any]:
-    """What kernels are specialised on for rows of ``x`` that are ``step`` elements apart."""
-    # float32 products are exact to float32 unless the caller allowed less for all of PyTorch.
-    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+def tile_constants(head_dim: int, exact: bool, config: Config, step: int) -> dict[str, Any]:
+    """What kernels are specialised on for rows that are ``step`` elements apart."""
     return {
-        "D": x.shape[-1],
-        "BLOCK_D": padded(x.shape[-1]),
+        "D": head_dim,
+        "BLOCK_D": padded(head_dim),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "WIDE": step * max(config.block_m, config.block_n) >= 2**31,
@@ -52,6 +49,11 @@ def tile_constants(x: Tensor, config: Config, step: int) -> dict[str, Any]:
         "num_warps": config.warps,
         "num_stages": config.stages,
     }
+
+
+def row_strides(strides: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """The strides of sample, row and head of each tensor, without those of elements, which are 1."""
+    return tuple(stride for each in strides for stride in each[:3])
 
 
 def keep_numbers(dropout_p: float) -> tuple[int, float]:
@@ -73,39 +75,62 @@ def result_buffer(like: Tensor, todo: Work) -> Tensor:
     return make(like.shape, dtype=like.dtype, device=like.device)
 
 
-def each_launch(todo: Work, config: Config, call: Callable[..., None]) -> None:
-    """``call(config, programs, table, ATTEND=..., FINAL=...)`` for every launch."""
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What the calls over a problem's tiles depend on besides its tables."""
+
+    head_dim: int
+    strides: tuple[tuple[int, ...], ...]  # of each tensor that is read
+    config: Config
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    ordered: bool = False
+    exact: bool = False
+
+
+def _calls(kernel: Any, todo: Work, how: Tiles, numbers: tuple[float, ...], **constants: Any) -> tuple[Call, ...]:
+    """One call for each launch."""
+    problem = todo.problem
+    step = max(problem.pattern.dilation_rates) * max(*row_strides(how.strides), problem.heads * how.head_dim)
+    constants |= {"ORDERED": how.ordered, "DROPOUT": how.dropout_p > 0.0}
+    calls = []
     for one in todo.launches:
-        call(config if one.attends else SUM, one.programs, one.table, ATTEND=one.attends, FINAL=one.final)
+        config = how.config if one.attends else SUM
+        mode = {"ATTEND": one.attends, "FINAL": one.final, **tile_constants(how.head_dim, how.exact, config, step)}
+        tables = one.table, todo.layout, todo.offsets
+        calls.append(Call(kernel, one.programs, tables, (one.table.shape[0], *numbers), {**constants, **mode}))
+    return tuple(calls)
 
 
-def launch_forward(
-    problem: Problem,
-    todo: Work,
-    tensors: tuple[Tensor, ...],
-    config: Config,
-    programs: int,
-    table: Tensor,
-    /,
-    *,
-    scale: float = 1.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
-    positions: Tensor | None = None,
-    **mode: bool,
-) -> None:
-    """One launch over ``tensors``: query, key, value, parts, parts_lse2, out, lse."""
-    query, key, value, *_, lse = tensors
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
-    optional = lse if seed is None else seed, lse if positions is None else positions
+def forward_calls(todo: Work, how: Tiles) -> tuple[Call, ...]:
+    """Over query, key, value, parts, parts_lse2, out, lse, seed and positions."""
+    problem = todo.problem
     numbers = (
-        table.shape[0], *strides,
-        problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        problem.keys - problem.queries, abs(scale) * LOG2_E, *keep_numbers(dropout_p),
+        *row_strides(how.strides), problem.queries, problem.heads, problem.key_heads,
+        problem.heads // problem.key_heads, todo.groups, problem.keys - problem.queries,
+        abs(how.scale) * LOG2_E, *keep_numbers(how.dropout_p),
     )  # fmt: skip
-    constants = {"NEGATIVE": scale < 0, "ORDERED": positions is not None, **mode}
-    constants |= _constants(problem, query, config, dropout_p, strides)
-    launch(forward_kernel, programs, (*tensors, table, todo.layout, todo.offsets, *optional), numbers, constants)
+    return _calls(forward_kernel, todo, how, numbers, NEGATIVE=how.scale < 0)
+
+
+def _backward_calls(kernel: Any, todo: Work, how: Tiles, *sizes: int) -> tuple[Call, ...]:
+    problem = todo.problem
+    numbers = (
+        *row_strides(how.strides), *sizes, problem.heads, problem.key_heads,
+        problem.heads // problem.key_heads, todo.groups, problem.keys - problem.queries,
+        how.scale * LOG2_E, how.scale, *keep_numbers(how.dropout_p),
+    )  # fmt: skip
+    return _calls(kernel, todo, how, numbers)
+
+
+def dq_calls(todo: Work, how: Tiles) -> tuple[Call, ...]:
+    """Over query, key, value, dout, lse, delta, parts, dq, seed and positions."""
+    return _backward_calls(dq_kernel, todo, how, todo.problem.queries)
+
+
+def dkv_calls(todo: Work, how: Tiles) -> tuple[Call, ...]:
+    """Over query, key, value, dout, lse, delta, parts of dk and of dv, dk, dv, seed and positions."""
+    return _backward_calls(dkv_kernel, todo, how, todo.problem.queries, todo.problem.keys)
 
 
 def forward_buffers(
@@ -120,60 +145,29 @@ def forward_buffers(
 
 
 def forward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, out: Tensor | None = None, **options: Any
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    positions: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))``; options: scale, dropout_p, seed, positions (B, N).
+    """``(out (B, N, H, D), lse (B, H, N))``; positions are (B, N).
 
     ``out`` is written if it is given, contiguous and of any type; rows that no tile has stay what they are.
     """
     config = _configs(query).forward
     todo = work(problem, block=config.block_m, by_keys=False, device=query.device)
     *parts, out, lse = forward_buffers(problem, query, todo, out)
-
-    def call(*which: Any, **mode: Any) -> None:
-        launch_forward(problem, todo, (query, key, value, *parts, out, lse), *which, **options, **mode)
-
-    each_launch(todo, config, call)
-    return out, lse
-
-
-def _launch_backward(
-    kernel: Any,
-    problem: Problem,
-    todo: Work,
-    tensors: tuple[Tensor, ...],
-    sizes: tuple[int, ...],
-    config: Config,
-    programs: int,
-    table: Tensor,
-    /,
-    *,
-    scale: float = 1.0,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
-    positions: Tensor | None = None,
-    **mode: bool,
-) -> None:
-    query, key, value, dout, lse, *_ = tensors
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *dout.stride()[:3])
+    strides, ordered = (query.stride(), key.stride(), value.stride()), positions is not None
+    how = Tiles(query.shape[-1], strides, config, scale, dropout_p, ordered, exact_products(query))
     optional = lse if seed is None else seed, lse if positions is None else positions
-    numbers = (
-        table.shape[0], *strides, *sizes,
-        problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        problem.keys - problem.queries, scale * LOG2_E, scale, *keep_numbers(dropout_p),
-    )  # fmt: skip
-    constants = {"ORDERED": positions is not None, **mode, **_constants(problem, query, config, dropout_p, strides)}
-    launch(kernel, programs, (*tensors, table, todo.layout, todo.offsets, *optional), numbers, constants)
-
-
-def launch_dq(problem: Problem, todo: Work, tensors: tuple[Tensor, ...], *which: Any, **options: Any) -> None:
-    """One launch over ``tensors``: query, key, value, dout, lse, delta, parts, dq."""
-    _launch_backward(dq_kernel, problem, todo, tensors, (problem.queries,), *which, **options)
-
-
-def launch_dkv(problem: Problem, todo: Work, tensors: tuple[Tensor, ...], *which: Any, **options: Any) -> None:
-    """One launch over ``tensors``: query, key, value, dout, lse, delta, parts of dk and of dv, dk, dv."""
-    _launch_backward(dkv_kernel, problem, todo, tensors, (problem.queries, problem.keys), *which, **options)
+    launch(todo.once(forward_calls, how), (query, key, value, *parts, out, lse, *optional))
+    return out, lse
 
 
 def dq_buffers(query: Tensor, todo: Work, dq: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -199,24 +193,32 @@ def portable_gradients(
     lse: Tensor,
     delta: Tensor,
     *,
+    scale: float,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    positions: Tensor | None = None,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
-    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` given ``delta``, written to ``grads`` if they are given."""
     chosen = _configs(query)
     inputs = query, key, value, dout, lse, delta
+    optional = lse if seed is None else seed, lse if positions is None else positions
+    strides = query.stride(), key.stride(), value.stride(), dout.stride()
+    options = scale, dropout_p, positions is not None, exact_products(query)
 
     def by_query() -> Tensor:
         todo = work(problem, block=chosen.dq.block_m, by_keys=False, device=query.device)
-        tensors = (*inputs, *dq_buffers(query, todo, grads and grads[0]))
-        each_launch(todo, chosen.dq, lambda *which, **mode: launch_dq(problem, todo, tensors, *which, **options, **mode))
-        return tensors[-1]
+        buffers = dq_buffers(query, todo, grads and grads[0])
+        how = Tiles(query.shape[-1], strides, chosen.dq, *options)
+        launch(todo.once(dq_calls, how), (*inputs, *buffers, *optional))
+        return buffers[-1]
 
     def by_key() -> tuple[Tensor, ...]:
         todo = work(problem, block=chosen.dkv.block_n, by_keys=True, device=query.device)
-        tensors = (*inputs, *dkv_buffers(key, value, todo, grads and grads[1:]))
-        each_launch(todo, chosen.dkv, lambda *which, **mode: launch_dkv(problem, todo, tensors, *which, **options, **mode))
-        return tensors[-2:]
+        buffers = dkv_buffers(key, value, todo, grads and grads[1:])
+        how = Tiles(query.shape[-1], strides, chosen.dkv, *options)
+        launch(todo.once(dkv_calls, how), (*inputs, *buffers, *optional))
+        return buffers[-2:]
 
     # One after the other, so that the parts of dq are gone before those of dk and dv exist.
     dq, (dk, dv) = by_query(), by_key()
@@ -266,6 +268,6 @@ def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
         lse_gradient = delta if dlse is None else dlse.contiguous()
         numbers = (*dout.stride()[:3], batch * n * heads, n, heads)
         constants = {"D": d, "BLOCK_D": padded(d), "BLOCK": block, "HAS_DLSE": dlse is not None}
-        programs = triton.cdiv(batch * n * heads, block)
-        launch(delta_kernel, programs, (dout, out, lse_gradient, delta), numbers, constants)
+        programs = -(-batch * n * heads // block)
+        launch_one(delta_kernel, programs, (dout, out, lse_gradient, delta), numbers, constants)
     return delta

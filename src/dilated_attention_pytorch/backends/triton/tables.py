@@ -23,9 +23,11 @@ Sequences of their own (``lengths``, ``cu_seqlens``) only add rows to the tables
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,10 +90,16 @@ class Launch:
     children: int  # the most parts that are added to a result; 0 if none are, else every family has some
 
 
-@dataclass(frozen=True, slots=True)
+_T = TypeVar("_T")
+_MOST_KEPT = 256  # a scale that changes with every call makes new calls with every call
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Work:
     """The launches of one kernel on one device, for results by query row or by key row."""
 
+    problem: Problem
+    tables: Tensor  # the memory of all tables
     launches: tuple[Launch, ...]
     groups: int  # that write parts
     layout: Tensor  # (sequences, groups, LAYOUT) int64
@@ -99,6 +107,17 @@ class Work:
     part_rows: int
     complete: bool  # every row that the layout has is written
     covered: bool  # every row of the result is written
+    kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def once(self, make: Callable[..., _T], *arguments: Any) -> _T:
+        """``make(self, *arguments)``, made at the first call and kept as long as the tables are."""
+        key = (make, *arguments)
+        found: _T | None = self.kept.get(key)
+        if found is None:
+            if len(self.kept) >= _MOST_KEPT:
+                self.kept.clear()
+            found = self.kept[key] = make(self, *arguments)
+        return found
 
 
 def _groups(problem: Problem) -> list[list[_Placed]]:
@@ -160,22 +179,35 @@ def _tree(problem: Problem, groups: list[list[_Placed]], root: int, square: bool
 _CAPTURED: list[object] = []
 
 
-def keep_for_device(owner: object, tensors: Iterable[Tensor]) -> None:
-    """Note that the current stream reads cached ``tensors`` of ``owner``."""
+def keep_for_device(owner: object, tensors: Sequence[Tensor]) -> None:
+    """Note that the current stream reads cached ``tensors`` of ``owner``, which are on one device."""
+    device = tensors[0].device
+    if device.type != "cuda":
+        return
+    # Tables may leave the cache while the GPU still reads them, on another stream than they were made on.
+    stream = torch.cuda.current_stream(device)
     for tensor in tensors:
-        if tensor.device.type != "cuda":
-            continue
-        # Tables may leave the cache while the GPU still reads them, on another stream than they were made on.
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        if torch.cuda.is_current_stream_capturing() and not any(owner is captured for captured in _CAPTURED):
-            _CAPTURED.append(owner)
+        tensor.record_stream(stream)
+    if torch.cuda.is_current_stream_capturing() and not any(owner is captured for captured in _CAPTURED):
+        _CAPTURED.append(owner)
 
 
 def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -> Work:
     """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head."""
     todo = _work(problem, block=block, by_keys=by_keys, device=device)
-    keep_for_device(todo, (todo.layout, todo.offsets, *(launch.table for launch in todo.launches)))
+    keep_for_device(todo, (todo.tables,))
     return todo
+
+
+def _on_device(tables: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Tables of int64 as views of one memory: one copy brings them all, one note keeps them all."""
+    # Each begins at a multiple of 16 bytes, so that kernels are compiled once.
+    starts = list(accumulate((x.numel() + x.numel() % 2 for x in tables), initial=0))
+    memory = torch.zeros(starts[-1], dtype=torch.int64)
+    for start, x in zip(starts, tables, strict=False):
+        memory[start : start + x.numel()] = x.flatten()
+    memory = memory.to(device)
+    return memory, [memory[start : start + x.numel()].view(x.shape) for start, x in zip(starts, tables, strict=False)]
 
 
 # Tables of long batches of documents take megabytes on the device, and most training steps bring new ones.
@@ -236,13 +268,14 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) 
             for placed in groups[group] if attends else whole:
                 columns, programs = row(placed, group, programs, block if attends else SUM_ROWS)
                 rows.append(columns)
-        table = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(COLUMNS)).to(device)
         children = [len(tree[group]) for group in some_groups]
         assert all(children) or not any(children), "the groups of a launch are of one level: with children, or without"
+        table = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(COLUMNS))
         return Launch(table, programs, attends, some_groups == [root], max(children, default=0))
 
     launches = [launch([g for g in range(root) if level[g] == some], True) for some in range(level[root])]
     launches.append(launch([root], attends))
+    launches = [one for one in launches if one.programs]
     longest = max((plan.keys.stop for _, plan in plans), default=0)
     offsets = [
         [
@@ -251,11 +284,21 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) 
         ]
         for group in order
     ]
+    memory, (layout_table, offset_table, *tables) = _on_device(
+        [
+            torch.tensor(layout, dtype=torch.int64).reshape(-1, len(LAYOUT)),
+            torch.tensor(offsets, dtype=torch.int64),
+            *(one.table for one in launches),
+        ],
+        device,
+    )
     return Work(
-        launches=tuple(launch for launch in launches if launch.programs),
+        problem=problem,
+        tables=memory,
+        launches=tuple(replace(one, table=table) for one, table in zip(launches, tables, strict=True)),
         groups=root,
-        layout=torch.tensor(layout, dtype=torch.int64).reshape(-1, len(LAYOUT)).to(device),
-        offsets=torch.tensor(offsets, dtype=torch.int64).to(device),
+        layout=layout_table,
+        offsets=offset_table,
         part_rows=part_rows,
         complete=square,
         covered=problem.lengths is None and bool(plans),
