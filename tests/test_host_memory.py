@@ -150,7 +150,7 @@ def work(rank: int, folder: str) -> None:
         assert not cudart.pinned
 
         # Memory that cannot be pinned.
-        init(f"{folder}/pinned", rank, WORLD, TIMEOUT_S)
+        init(f"{folder}/pinned", rank, WORLD, TIMEOUT_S * 5)
         cudart.error = 2 if rank == 1 else 0
         unpinned = r"message \d: CUDA could not pin \d+ bytes of host memory \(cudaHostRegister: error 2\); let more"
         with pytest.raises(RuntimeError, match=message + (unpinned if rank == 1 else "")):

@@ -265,7 +265,7 @@ def check_staged(cases: dict[int, list[Case]], rank: int, received: Received) ->
                     check_case(case, number, groups[world], rank, world, received)
                     for world, some in cases.items()
                     for number, case in enumerate(some)
-                    if rank < world and case.transport != "ulysses"
+                    if rank < world
                 ])  # fmt: skip
             assert bool(cudart.pinned) == (name is not None and rank < max(cases))
             for group in groups.values():
