@@ -154,9 +154,10 @@ def test_adaptive_waits_for_nothing(backend):
     q, k, v = (x.detach() for x in inputs(2, 1000, 1000, 4, 2, 64, torch.bfloat16))
 
     def call():
-        arguments = block_call.list_arguments(q, k, pattern, None, None, True, 0.125)
-        out, lse = block_ops.attend_blocks(q, k, v, None, *arguments, 0.125, backend)
-        return block_ops.attend_blocks_backward(out, None, q, k, v, out, lse, None, *arguments, 0.125, backend)
+        lists = block_call.list_arguments(q, k, pattern, None, None, True, 0.125)
+        arguments = None, None, *lists, 0.125, 0.0, backend
+        out, lse = block_ops.attend_blocks(q, k, v, *arguments)
+        return block_ops.attend_blocks_backward(out, None, q, k, v, out, lse, *arguments)
 
     first = call()
     torch.cuda.set_sync_debug_mode("error")

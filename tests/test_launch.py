@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 from dilated_attention_pytorch import Dilated
+from dilated_attention_pytorch.backends.triton import tables
 from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
 from dilated_attention_pytorch.backends.triton.tables import work
 from dilated_attention_pytorch.problem import Problem
@@ -119,3 +121,30 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
         assert [bound[name] for name in checked] == [numbers[name] for name in checked]
         options = {"num_warps", "num_stages", "maxnreg"}
         assert set(names[first + len(arguments) :]) == set(call.constants) - options
+
+
+@dataclass
+class OnGpu:
+    """Stands for a tensor on a GPU; notes which streams read it."""
+
+    device: torch.device
+    streams: list[str] = field(default_factory=list)
+
+    def record_stream(self, stream) -> None:
+        self.streams.append(stream)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_tables_are_kept_for_the_gpu_that_reads_them(capturing, monkeypatch):
+    """Tables of an adaptive pattern have a member that is a shape and nothing else."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    captured: list[object] = []
+    monkeypatch.setattr(tables, "_CAPTURED", captured)
+    owner, kept = object(), [OnGpu(torch.device("cuda", 0)) for _ in range(2)]
+    for _ in range(2):
+        tables.keep_for_device(owner, (kept[0], torch.empty(3, device="meta"), torch.empty(3), kept[1]))
+    assert [x.streams for x in kept] == [["stream of cuda:0"] * 2] * 2
+    assert captured == ([owner] if capturing else [])
+    tables.keep_for_device(object(), (torch.empty(3),))
+    assert captured == ([owner] if capturing else [])

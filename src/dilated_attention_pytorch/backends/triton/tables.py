@@ -23,7 +23,7 @@ Sequences of their own (``lengths``, ``cu_seqlens``) only add rows to the tables
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -179,13 +179,14 @@ def _tree(problem: Problem, groups: list[list[_Placed]], root: int, square: bool
 _CAPTURED: list[object] = []
 
 
-def keep_for_device(owner: object, tensors: Sequence[Tensor]) -> None:
-    """Note that the current stream reads cached ``tensors`` of ``owner``, which are on one device."""
-    device = tensors[0].device
-    if device.type != "cuda":
+def keep_for_device(owner: object, tensors: Iterable[Tensor]) -> None:
+    """Note that the current stream reads cached ``tensors`` of ``owner``, those of them that are on a GPU, and one GPU."""
+    # What an adaptive pattern chooses is not kept: its tables have only the shape of it.
+    tensors = [tensor for tensor in tensors if tensor.device.type == "cuda"]
+    if not tensors:
         return
     # Tables may leave the cache while the GPU still reads them, on another stream than they were made on.
-    stream = torch.cuda.current_stream(device)
+    stream = torch.cuda.current_stream(tensors[0].device)
     for tensor in tensors:
         tensor.record_stream(stream)
     if torch.cuda.is_current_stream_capturing() and not any(owner is captured for captured in _CAPTURED):
