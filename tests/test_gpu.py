@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oracle
-from dilated_attention_pytorch import Dilated, attention, fused, ops
+from dilated_attention_pytorch import Dilated, Hilbert, attention, fused, ops
 from dilated_attention_pytorch.backends import hopper, sdpa
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.measure import peak_extra_bytes
@@ -203,6 +203,38 @@ def test_lengths_on_the_gpu():
         alone = attention(q[b : b + 1, :n], k[b : b + 1, :n], v[b : b + 1, :n], pattern)
         torch.testing.assert_close(out[b : b + 1, :n], alone)
         assert (out[b, n:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": True, "order": (19, 7)}, {"order": (19, 7)}, {"is_causal": True, "dropout_p": 0.3, "seed": 5}],
+    ids=["causal order", "order", "dropout"],
+)
+def test_orders_and_dropout(options):
+    """What of the portable kernels no other test here reaches: positions and words of dropout, against float64."""
+    pattern, n = Dilated([32, 100], [1, 3]), 133
+    q, dout = torch.randn(2, 2, n, 4, 24, device="cuda").unbind(0)
+    k, v = torch.randn(2, 2, n, 2, 24, device="cuda").unbind(0)
+    dlse = torch.randn(2, 4, n, device="cuda")
+
+    def call(backend, device):
+        order = Hilbert.grid(*options["order"], device=device) if "order" in options else None
+        rest = {"order": order, "backend": backend, "return_lse": True}
+        return lambda *x: attention(*x, pattern, **(options | rest))
+
+    exact = run(call("reference", "cpu"), *(x.double().cpu() for x in (q, k, v, dout)), dlse.cpu())
+    yardstick = run(call("reference", "cuda"), q, k, v, dout, dlse)
+    oracle.assert_rounding_only(run(call("triton", "cuda"), q, k, v, dout, dlse), yardstick, exact, torch.float32)
+
+
+def test_orders_made_on_the_gpu():
+    points = torch.rand(3, 1000, 2)
+    for make in (lambda d: Hilbert.grid(37, 91, device=d), lambda d: Hilbert.grid(5, 6, 7, device=d),
+                 lambda d: Hilbert.segments(1000, 77, device=d), lambda d: Hilbert.coordinates(points.to(d))):  # fmt: skip
+        here, there = make("cpu"), make("cuda")
+        assert there.positions.is_cuda
+        assert torch.equal(here.positions, there.positions.cpu())
+        assert torch.equal(here.inverse.positions, there.inverse.positions.cpu())
 
 
 HOPPER = pytest.mark.skipif(

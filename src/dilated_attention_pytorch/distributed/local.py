@@ -22,7 +22,7 @@ from dilated_attention_pytorch.spans import Span, spans
 
 # "auto" takes the Hopper kernels from this many branches. They write the rows of all branches once, where stock operators
 # merge call by call, and of one branch cuDNN's kernels are the faster ones. Milliseconds, sdpa / hopper, forward and
-# backward of 262,144 tokens, 8 heads of size 64, bf16, ranks that share one H200 (benchmarks/ring_gpu.py --backend):
+# backward of 262,144 tokens, 8 heads of size 64, bf16, ranks that share one H200 (results/h200_ring_backends.json):
 #   ranks                          1            2             4
 #   w = 2048 * 4**i, r = 4**i   18.8 / 15.3   23.5 / 18.0    32.7 / 29.4
 #   w = N, r = 4                71.1 / 76.2  115.5 / 119.2  131.8 / 132.9
