@@ -92,6 +92,7 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, o
         "BLOCK_N": block_n,
         "ATTEND": True,
         "FINAL": final,
+        "IN_FOURS": False,
         "DROPOUT": False,
         "ORDERED": ordered,
         "WIDE": False,
@@ -198,6 +199,7 @@ def compiled_usage(source, function, constants, size, options):
         "warp_products": "mma.sync" in compiled.asm["ptx"],  # of tiles too small for the above
         "wide_copies": "cp.async.cg.shared.global" in compiled.asm["ptx"],
         "single_loads": len(re.findall(r"ld\.global\S*\.b16", compiled.asm["ptx"])),
+        "narrow_stores": len(re.findall(r"\bSTG\.E(?!\.128)", code)),
         "tensor_copies": "cp.async.bulk.tensor" in compiled.asm["ptx"],
         "loops": [
             {

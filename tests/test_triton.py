@@ -57,6 +57,21 @@ def test_head_sizes(head_dim):
     check(Dilated([40, 80], [1, 2]), inputs(1, 70, 70, 2, 2, head_dim), True)
 
 
+@pytest.mark.parametrize("head_dim", [16, 48, 128])
+def test_parts_whose_columns_lie_in_fours(head_dim):
+    from part_kernels import copy_parts
+
+    # As results of products lie in registers: of 16 columns in a row, thread t has the pairs 2 t and 8 + 2 t.
+    rows = torch.randn(4, head_dim, device=DEVICE)
+    parts = rows.view(4, -1, 2, 4, 2).transpose(2, 3).reshape(4, head_dim).contiguous()
+    block = 1 << (head_dim - 1).bit_length()
+    out = torch.full((4, block), torch.nan, device=DEVICE)
+    copy_parts[(1,)](parts, out, head_dim, block)
+    expected = torch.zeros_like(out)
+    expected[:3, :head_dim] = rows[:3]
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
 def test_batches_and_layouts():
     pattern = Dilated([32, 64], [1, 2], "blocked")
     tensors = inputs(3, 70, 70, 2, 1, 16)

@@ -116,6 +116,8 @@ def check_hopper(kernel, used):
     assert used["tensor_copies"]
     assert used["shared_bytes"] <= SHARED_LIMIT
     assert used["overwritten_operands"] == []
+    # Rows go 16 bytes at a time; what does not is lse, two rows of each thread.
+    assert used["narrow_stores"] == (4 if kernel == "forward" else 0)
     assert len(used["loops"]) == 2  # one for each group of warps
     for loop in used["loops"]:
         # Spilled scalars are for before and after the loop. A wait per product is how the assembler serialises them all.

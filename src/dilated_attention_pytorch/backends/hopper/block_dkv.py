@@ -135,7 +135,6 @@ def _compute_dkv(
     none = gl.full([64, BLOCK_M], 0.0, gl.float32, S)
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O))
     counter = 0
     number = 0
     unit = 0
@@ -167,8 +166,8 @@ def _compute_dkv(
 
         inside = (begin + numbers) < length
         start = ((sample.to(gl.int64) * M + starts[1] + begin) * G + key_head) * D
-        store_rows(DK, dk * scale, start, G * D, numbers, inside, d, D, BLOCK_D)
-        store_rows(DV, dv, start, G * D, numbers, inside, d, D, BLOCK_D)
+        store_rows(DK, dk * scale, start, G * D, numbers, inside, D, BLOCK_D)
+        store_rows(DV, dv, start, G * D, numbers, inside, D, BLOCK_D)
 
 
 @gluon.jit(do_not_specialize=["rows", "items", "N", "M", "H", "G"])

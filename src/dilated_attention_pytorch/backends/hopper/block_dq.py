@@ -104,7 +104,6 @@ def _compute_dq(
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O))
     counter = 0
     number = 0
     row, head, first, sample, starts, length = find_block_item(tables[0], rows, gl.program_id(0), BLOCK_SIZE)
@@ -138,7 +137,7 @@ def _compute_dq(
 
         inside = (begin + numbers) < length
         start = ((sample.to(gl.int64) * N + starts[0] + begin) * H + head) * D
-        store_rows(DQ, dq_sum * scale, start, H * D, numbers, inside, d, D, BLOCK_D)
+        store_rows(DQ, dq_sum * scale, start, H * D, numbers, inside, D, BLOCK_D)
         row, head, first, sample, starts, length = following
         count, _, _, last_entry = following_list
 

@@ -103,7 +103,6 @@ def _compute(
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O))
     counter = 0
     number = 0
     row, head, first, sample, starts, length = find_block_item(tables[0], rows, gl.program_id(0), BLOCK_SIZE)
@@ -136,7 +135,7 @@ def _compute(
         lse = gl.where(something, (m2_o + gl.log2(total_o)) * LN_2, float("-inf"))
         first_row = starts[0] + begin
         gl.store(LSE + (sample.to(gl.int64) * H + head) * N + first_row + numbers, lse, mask=inside)
-        store_rows(OUT, out, ((sample.to(gl.int64) * N + first_row) * H + head) * D, H * D, numbers, inside, d, D, BLOCK_D)
+        store_rows(OUT, out, ((sample.to(gl.int64) * N + first_row) * H + head) * D, H * D, numbers, inside, D, BLOCK_D)
         row, head, first, sample, starts, length = following
         count, _, _, last_entry = following_list
 

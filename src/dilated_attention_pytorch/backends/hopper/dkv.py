@@ -37,6 +37,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     look_up_parts,
     result_row,
     row_descriptor,
+    store_part,
     store_rows,
     wait_held,
 )
@@ -247,7 +248,6 @@ def _compute_dkv(
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
     own = half * 64 + numbers  # in an item
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O))
     counter = 0
     number = 0
     unit = 0
@@ -280,17 +280,16 @@ def _compute_dkv(
             positions = item_positions(facts, slot, own)
             for child in range(known(facts, slot, CHILDREN).to(gl.int32)):
                 places, there = find_part(facts, slot, child, positions, inside, PARTS)
-                dk += load_part(PART_DK, places, there, d, D, BLOCK_D)
-                dv += load_part(PART_DV, places, there, d, D, BLOCK_D)
+                dk += load_part(PART_DK, places, there, D, BLOCK_D)
+                dv += load_part(PART_DV, places, there, D, BLOCK_D)
         place = known(facts, slot, PLACE)
         if FINAL:
             start = (place + half * 64 * G) * D
-            store_rows(DK, dk, start, G * D, numbers, inside, d, D, BLOCK_D)
-            store_rows(DV, dv, start, G * D, numbers, inside, d, D, BLOCK_D)
+            store_rows(DK, dk, start, G * D, numbers, inside, D, BLOCK_D)
+            store_rows(DV, dv, start, G * D, numbers, inside, D, BLOCK_D)
         else:
-            start = (place + half * 64) * D
-            store_rows(PART_DK, dk, start, D, numbers, inside, d, D, BLOCK_D)
-            store_rows(PART_DV, dv, start, D, numbers, inside, d, D, BLOCK_D)
+            store_part(PART_DK, dk, place + half * 64, numbers, inside, D, BLOCK_D)
+            store_part(PART_DV, dv, place + half * 64, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(facts_empty.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
 
 

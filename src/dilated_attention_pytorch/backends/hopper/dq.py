@@ -44,6 +44,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     result_row,
     row_descriptor,
     seen_keys,
+    store_part,
     store_rows,
     wait_held,
 )
@@ -209,7 +210,6 @@ def _compute_dq(
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
     own = half * 64 + numbers  # in an item
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O))
     counter = 0
     number = 0
     for _ in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -236,7 +236,7 @@ def _compute_dq(
         if PARTS > 0:
             positions = item_positions(facts, slot, own)
             places, there = find_part(facts, slot, 0, positions, inside, PARTS)
-            part = load_part(PART_DQ, places, there, d, D, BLOCK_D)
+            part = load_part(PART_DQ, places, there, D, BLOCK_D)
         dq_sum, ds = warpgroup_mma_wait(0, deps=(dq, ds))
         mbarrier.arrive(k_empty.index(stage), count=1)
 
@@ -245,15 +245,15 @@ def _compute_dq(
             for child in range(1, known(facts, slot, CHILDREN).to(gl.int32)):
                 # The next part is asked for before the last one is added.
                 places, there = find_part(facts, slot, child, positions, inside, PARTS)
-                next_part = load_part(PART_DQ, places, there, d, D, BLOCK_D)
+                next_part = load_part(PART_DQ, places, there, D, BLOCK_D)
                 dq_sum += part
                 part = next_part
             dq_sum += part
         place = known(facts, slot, PLACE)
         if FINAL:
-            store_rows(DQ, dq_sum, (place + half * 64 * H) * D, H * D, numbers, inside, d, D, BLOCK_D)
+            store_rows(DQ, dq_sum, (place + half * 64 * H) * D, H * D, numbers, inside, D, BLOCK_D)
         else:
-            store_rows(PART_DQ, dq_sum, (place + half * 64) * D, D, numbers, inside, d, D, BLOCK_D)
+            store_part(PART_DQ, dq_sum, place + half * 64, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
         number += 1
 

@@ -39,6 +39,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     result_row,
     row_descriptor,
     seen_keys,
+    store_part,
     store_rows,
     wait_held,
 )
@@ -206,7 +207,6 @@ def _compute(
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
     own = which * 64 + numbers  # in an item
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, O))
     counter = 0
     number = 0
     for _ in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -232,7 +232,7 @@ def _compute(
             positions = item_positions(facts, slot, own)
             places, there = find_part(facts, slot, 0, positions, inside, PARTS)
             part_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
-            part_out = load_part(PART_OUT, places, there, d, D, BLOCK_D)
+            part_out = load_part(PART_OUT, places, there, D, BLOCK_D)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_empty.index(stage), count=1)
 
@@ -246,7 +246,7 @@ def _compute(
                 next_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
                 if BLOCK_D == 128:
                     out, lse2 = merge(out, lse2, part_out, part_lse2)
-                next_out = load_part(PART_OUT, places, there, d, D, BLOCK_D)
+                next_out = load_part(PART_OUT, places, there, D, BLOCK_D)
                 if BLOCK_D < 128:
                     out, lse2 = merge(out, lse2, part_out, part_lse2)
                 part_lse2, part_out = next_lse2, next_out
@@ -255,10 +255,10 @@ def _compute(
         lse_place = known(facts, slot, LSE_PLACE) + which * 64
         if FINAL:
             gl.store(LSE + lse_place + numbers, lse2 * LN_2, mask=inside)
-            store_rows(OUT, out, (place + which * 64 * H) * D, H * D, numbers, inside, d, D, BLOCK_D)
+            store_rows(OUT, out, (place + which * 64 * H) * D, H * D, numbers, inside, D, BLOCK_D)
         else:
             gl.store(PART_LSE2 + lse_place + numbers, lse2, mask=inside)
-            store_rows(PART_OUT, out, (place + which * 64) * D, D, numbers, inside, d, D, BLOCK_D)
+            store_part(PART_OUT, out, place + which * 64, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
         number += 1
 

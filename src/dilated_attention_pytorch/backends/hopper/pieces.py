@@ -243,14 +243,127 @@ def item_positions(facts, slot, numbers):
     return known(facts, slot, POSITION).to(gl.int32) + numbers * known(facts, slot, STRIDE).to(gl.int32)
 
 
-@gluon.jit
-def load_part(PARTS, places, there, d, D: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Rows of parts, 0 where there is none."""
-    return gl.load(PARTS + places[:, None] * D + d[None, :], mask=element_mask(there, d, D, BLOCK_D), other=0.0)
+@gluon.constexpr_function
+def in_fours(head_dim):
+    """Whether columns of parts lie as ``store_part`` says: for whole groups of 16."""
+    return head_dim % 16 == 0
+
+
+@gluon.constexpr_function
+def whole_vectors(COLUMNS):
+    """Rows of 64 in four warps like the sums of products, but with 4 neighbouring columns in each thread."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0]] + [[0, c] for c in (16, 32, 64) if c < COLUMNS],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, COLUMNS],
+    )
 
 
 @gluon.jit
-def store_rows(OUT, x, start, step, numbers, inside, d, D: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Write rows that lie ``step`` elements apart from element ``start`` on."""
-    pointers = OUT + start + (numbers * step)[:, None] + d[None, :]
-    gl.store(pointers, x.to(OUT.dtype.element_ty), mask=element_mask(inside, d, D, BLOCK_D))
+def _by_row(x, L: gl.constexpr):
+    """A number per row, for rows in another layout that has them in the same threads."""
+    return gl.convert_layout(x, gl.SliceLayout(1, L), assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _sums(COLUMNS):
+    """How the sums of products of 64 rows lie in a group."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+
+
+@gluon.jit
+def load_part(PARTS, places, there, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Rows of parts, 0 where there is none. Their columns lie as ``store_part`` leaves them."""
+    L: gl.constexpr = whole_vectors(BLOCK_D) if in_fours(D) else _sums(BLOCK_D)
+    c = gl.arange(0, BLOCK_D, gl.SliceLayout(0, L))
+    pointers = PARTS + _by_row(places, L)[:, None] * D + c[None, :]
+    x = gl.load(pointers, mask=element_mask(_by_row(there, L), c, D, BLOCK_D), other=0.0)
+    if in_fours(D):
+        x = x.reshape([64, BLOCK_D // 16, 4, 2, 2]).permute((0, 1, 3, 2, 4)).reshape([64, BLOCK_D])
+    return gl.convert_layout(x, _sums(BLOCK_D), assert_trivial=True)
+
+
+@gluon.jit
+def store_part(PARTS, x, first, numbers, inside, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Write float32 rows of parts from row ``first`` on.
+
+    Of every 16 columns the 4 that a thread has lie together, so that it writes and reads 16 bytes at a time without an
+    exchange between threads. Only ``load_part`` and the portable kernels that add up parts (``IN_FOURS``) read them.
+    """
+    L: gl.constexpr = whole_vectors(BLOCK_D) if in_fours(D) else _sums(BLOCK_D)
+    c = gl.arange(0, BLOCK_D, gl.SliceLayout(0, L))
+    if in_fours(D):
+        x = x.reshape([64, BLOCK_D // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, BLOCK_D])
+    pointers = PARTS + first * D + (_by_row(numbers, L) * D)[:, None] + c[None, :]
+    gl.store(pointers, gl.convert_layout(x, L, assert_trivial=True), mask=element_mask(_by_row(inside, L), c, D, BLOCK_D))
+
+
+# Four words a, b, c, d of each of four neighbouring threads, transposed: thread 1 gets the four b, in the order of threads.
+_TRANSPOSE = gl.constexpr("""{
+.reg .u32 lane, one, two, s, t;
+.reg .pred odd, high;
+mov.u32 lane, %laneid;
+and.b32 one, lane, 1;
+and.b32 two, lane, 2;
+setp.ne.u32 odd, one, 0;
+setp.ne.u32 high, two, 0;
+.reg .u32 a, b, c, d;
+mov.b32 a, $4; mov.b32 b, $5; mov.b32 c, $6; mov.b32 d, $7;
+selp.b32 s, a, b, odd;
+shfl.sync.bfly.b32 t, s, 1, 31, -1;
+selp.b32 a, t, a, odd;
+selp.b32 b, b, t, odd;
+selp.b32 s, c, d, odd;
+shfl.sync.bfly.b32 t, s, 1, 31, -1;
+selp.b32 c, t, c, odd;
+selp.b32 d, d, t, odd;
+selp.b32 s, a, c, high;
+shfl.sync.bfly.b32 t, s, 2, 31, -1;
+selp.b32 a, t, a, high;
+selp.b32 c, c, t, high;
+selp.b32 s, b, d, high;
+shfl.sync.bfly.b32 t, s, 2, 31, -1;
+selp.b32 b, t, b, high;
+selp.b32 d, d, t, high;
+mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d;
+}""")
+
+
+@gluon.jit
+def _whole_words(x, BLOCK_D: gl.constexpr):
+    """Half-precision rows as 32-bit words, four neighbouring ones in each thread, where products leave one."""
+    GROUPS: gl.constexpr = BLOCK_D // 32
+    # By group of 32 columns, column of the products' pieces of 8 (four threads have two each), and piece.
+    x = x.to(gl.int16, bitcast=True).reshape([64, GROUPS, 2, 2, 4, 2]).permute((0, 1, 4, 2, 3, 5))
+    low, high = x.split()
+    words = gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+    even, odd = words.split()
+    a, c = even.split()
+    b, d = odd.split()
+    a, b, c, d = gl.inline_asm_elementwise(
+        _TRANSPOSE,
+        "=r,=r,=r,=r,r,r,r,r",
+        [a, b, c, d],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    words = gl.join(gl.join(a, c), gl.join(b, d))  # (64, groups, 4 threads, second bit, first bit)
+    return words.reshape([64, BLOCK_D // 2])
+
+
+@gluon.jit
+def store_rows(OUT, x, start, step, numbers, inside, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Write half-precision rows that lie ``step`` elements apart from element ``start`` on.
+
+    Four threads exchange what they have of 32 columns: as it is, each would write 4 bytes at a time.
+    """
+    WORDS: gl.constexpr = BLOCK_D // 2
+    L: gl.constexpr = whole_vectors(WORDS)
+    words = gl.convert_layout(_whole_words(x.to(OUT.dtype.element_ty), BLOCK_D), L, assert_trivial=True)
+    c = gl.arange(0, WORDS, gl.SliceLayout(0, L))
+    base = (OUT + start).to(gl.pointer_type(gl.int32), bitcast=True)
+    pointers = base + (_by_row(numbers, L) * (step // 2))[:, None] + c[None, :]
+    gl.store(pointers, words, mask=element_mask(_by_row(inside, L), c, D // 2, WORDS))

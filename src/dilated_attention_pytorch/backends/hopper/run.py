@@ -15,6 +15,7 @@ from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, Config,
 from dilated_attention_pytorch.backends.hopper.dkv import dkv_kernel
 from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
+from dilated_attention_pytorch.backends.hopper.pieces import in_fours
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
 from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
@@ -120,7 +121,7 @@ def _calls(
             tables = one.table, todo.layout, todo.offsets
             all_constants = {**mode, **_table_constants(config, head_dim, one)}
             attend.append(Call(kernel, programs, tables, (*counts, *run.row_strides(strides), *numbers), all_constants))
-    portable_calls = sums(todo, run.Tiles(head_dim, strides, run.SUM))
+    portable_calls = sums(todo, run.Tiles(head_dim, strides, run.SUM, in_fours=in_fours(head_dim)))
     add_parts = (call for one, call in zip(todo.launches, portable_calls, strict=True) if not one.attends)
     return tuple(attend), tuple(add_parts)
 

@@ -17,6 +17,7 @@ from dilated_attention_pytorch.backends.triton.primitives import (
     kept,
     load_block,
     load_listed,
+    load_parts,
     load_positions,
     locate,
     own_part_row,
@@ -57,12 +58,6 @@ def delta_kernel(
     if HAS_DLSE:
         delta -= tl.load(DLSE + place, mask=inside, other=0.0)
     tl.store(DELTA + place, delta, mask=inside)
-
-
-@triton.jit
-def _add_parts(x, PARTS, places, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    d = tl.arange(0, BLOCK_D)
-    return x + tl.load(PARTS + places[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -178,6 +173,7 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
     ATTEND: tl.constexpr,
     FINAL: tl.constexpr,
+    IN_FOURS: tl.constexpr,
     DROPOUT: tl.constexpr,
     ORDERED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -246,7 +242,7 @@ def dq_kernel(
     child = tl.load(row + 23)
     for part in range(child, child + tl.load(row + 24)):
         places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, H, key_head, G, positions)
-        dq = _add_parts(dq, PARTS, places, there & inside, D, BLOCK_D)
+        dq += load_parts(PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
     if FINAL:
         start = ((sample * N + first_row) * H + head) * D
         store_block(DQ, start, block_offsets(stride * H * D, BLOCK_M, BLOCK_D, WIDE), inside, dq, D, BLOCK_D)
@@ -403,6 +399,7 @@ def dkv_kernel(
     BLOCK_N: tl.constexpr,
     ATTEND: tl.constexpr,
     FINAL: tl.constexpr,
+    IN_FOURS: tl.constexpr,
     DROPOUT: tl.constexpr,
     ORDERED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -474,8 +471,8 @@ def dkv_kernel(
     child = tl.load(row + 23)
     for part in range(child, child + tl.load(row + 24)):
         places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, key_head, G, key_head, G, positions)
-        dk = _add_parts(dk, DK_PARTS, places, there & inside, D, BLOCK_D)
-        dv = _add_parts(dv, DV_PARTS, places, there & inside, D, BLOCK_D)
+        dk += load_parts(DK_PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
+        dv += load_parts(DV_PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
     if FINAL:
         start = ((sample * M + first_row) * G + key_head) * D
         offsets = block_offsets(stride * G * D, BLOCK_N, BLOCK_D, WIDE)

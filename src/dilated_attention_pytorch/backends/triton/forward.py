@@ -15,6 +15,7 @@ from dilated_attention_pytorch.backends.triton.primitives import (
     kept,
     load_block,
     load_listed,
+    load_parts,
     load_positions,
     locate,
     own_part_row,
@@ -155,6 +156,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     ATTEND: tl.constexpr,  # compute attention, else only add up parts
     FINAL: tl.constexpr,  # write OUT, else parts
+    IN_FOURS: tl.constexpr,  # how columns of parts lie that are read, see load_parts
     DROPOUT: tl.constexpr,
     ORDERED: tl.constexpr,  # a row sees the keys whose positions are not larger than its own
     NEGATIVE: tl.constexpr,  # the scale is negative
@@ -231,7 +233,7 @@ def forward_kernel(
         places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, H, key_head, G, positions)
         part_lse2 = tl.load(PARTS_LSE2 + places, mask=there & inside, other=-float("inf"))
         there = part_lse2 > -float("inf")
-        part_out = tl.load(PARTS + places[:, None] * D + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+        part_out = load_parts(PARTS, places, there, D, BLOCK_D, IN_FOURS)
         acc, m2 = merge(acc, m2, part_out, part_lse2)
     if FINAL:
         tl.store(LSE + (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M, WIDE), m2 * LN_2, mask=inside)

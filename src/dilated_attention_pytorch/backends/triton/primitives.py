@@ -106,6 +106,22 @@ def part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, heads, k
 
 
 @triton.jit
+def load_parts(PARTS, places, there, D: tl.constexpr, BLOCK_D: tl.constexpr, IN_FOURS: tl.constexpr):
+    """Rows of parts, 0 where there is none.
+
+    ``IN_FOURS``: the Hopper kernels wrote them (hopper/pieces.store_part). Of every 16 columns, the four that a thread has
+    of a product's result lie next to one another: 0, 1, 8, 9, then 2, 3, 10, 11, and so on.
+    """
+    d = tl.arange(0, BLOCK_D)
+    elements = places[:, None] * D
+    if IN_FOURS:
+        elements += (d // 16 * 16 + d // 2 % 4 * 4 + d // 8 % 2 * 2 + d % 2)[None, :]
+    else:
+        elements += d[None, :]
+    return tl.load(PARTS + elements, mask=there[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def row_offsets(step, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Offsets of consecutive rows of a tile; int32 unless a block may span 2**31 elements (WIDE)."""
     return tl.arange(0, BLOCK) * (step if WIDE else step.to(tl.int32))

@@ -86,13 +86,14 @@ class Tiles:
     dropout_p: float = 0.0
     ordered: bool = False
     exact: bool = False
+    in_fours: bool = False  # how columns of parts lie, see primitives.load_parts
 
 
 def _calls(kernel: Any, todo: Work, how: Tiles, numbers: tuple[float, ...], **constants: Any) -> tuple[Call, ...]:
     """One call for each launch."""
     problem = todo.problem
     step = max(problem.pattern.dilation_rates) * max(*row_strides(how.strides), problem.heads * how.head_dim)
-    constants |= {"ORDERED": how.ordered, "DROPOUT": how.dropout_p > 0.0}
+    constants |= {"IN_FOURS": how.in_fours, "ORDERED": how.ordered, "DROPOUT": how.dropout_p > 0.0}
     calls = []
     for one in todo.launches:
         config = how.config if one.attends else SUM
