@@ -28,13 +28,14 @@ NAMES = ("auto", *_BACKENDS)
 
 # By (is_causal, backward): the fewest query-key pairs of a kernel call, on average, from which stock operators with one
 # merge (fused.py) are faster than the Hopper kernels. Infinity: never. Milliseconds, hopper / sdpa, one H200
-# (benchmarks/gpu.py, results/h200_sdpa.json), with 2**32.1 pairs (paper) and 2**31.4 (wide):
+# (benchmarks/gpu.py, results/h200_wide_rows.json; causal: h200_sdpa.json), with 2**32.1 pairs (paper) and 2**31.4 (wide):
 _SDPA_FROM_PAIRS = {
-    (False, False): math.inf,  # paper 33.9 / 35.4, wide 22.0 / 25.1
-    (False, True): 2**31,  # paper 98.5 / 93.2, wide 71.2 / 69.3
+    (False, False): math.inf,  # paper 33.4 / 35.5, wide 21.6 / 24.2
+    (False, True): 2**31,  # paper 95.3 / 93.0, wide 68.2 / 68.7
     (True, False): math.inf,  # paper 21.1 / 21.2, wide 13.6 / 16.4
     (True, True): math.inf,  # paper 60.7 / 60.1, wide 43.5 / 45.2
 }
+_SDPA_UP_TO_HEAD_DIM = 64  # paper has 64, wide 128
 
 
 def check_name(backend: str) -> None:
@@ -76,7 +77,10 @@ def for_operator(backend: str, chosen: str) -> str:
 def fastest(problem: Problem, query: Tensor, *, backward: bool) -> str:
     """What "auto" runs on a Hopper GPU, forward and backward apart: both know only ``out`` and ``lse`` of one another."""
     least = _SDPA_FROM_PAIRS[problem.is_causal, backward]
-    if least == math.inf or not fused.serves(query) or not _large_pieces(problem, query.shape[-1], least):
+    head_dim = query.shape[-1]
+    if least == math.inf or head_dim > _SDPA_UP_TO_HEAD_DIM or not fused.serves(query):
+        return "hopper"
+    if not _large_pieces(problem, head_dim, least):
         return "hopper"
     if backward and torch.are_deterministic_algorithms_enabled():  # cuDNN adds up dq in any order
         return "hopper"

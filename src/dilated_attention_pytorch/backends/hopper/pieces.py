@@ -356,14 +356,19 @@ def _whole_words(x, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def store_rows(OUT, x, start, step, numbers, inside, D: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Write half-precision rows that lie ``step`` elements apart from element ``start`` on.
+    """Write rows that lie ``step`` elements apart from element ``start`` on.
 
-    Four threads exchange what they have of 32 columns: as it is, each would write 4 bytes at a time.
+    Half precision: four threads exchange what they have of 32 columns. As it is, each would write 4 bytes at a time.
     """
-    WORDS: gl.constexpr = BLOCK_D // 2
-    L: gl.constexpr = whole_vectors(WORDS)
-    words = gl.convert_layout(_whole_words(x.to(OUT.dtype.element_ty), BLOCK_D), L, assert_trivial=True)
-    c = gl.arange(0, WORDS, gl.SliceLayout(0, L))
-    base = (OUT + start).to(gl.pointer_type(gl.int32), bitcast=True)
-    pointers = base + (_by_row(numbers, L) * (step // 2))[:, None] + c[None, :]
-    gl.store(pointers, words, mask=element_mask(_by_row(inside, L), c, D // 2, WORDS))
+    if OUT.dtype.element_ty == gl.float32:  # partial results of a ring
+        c = gl.arange(0, BLOCK_D, gl.SliceLayout(0, _sums(BLOCK_D)))
+        pointers = OUT + start + (numbers * step)[:, None] + c[None, :]
+        gl.store(pointers, x, mask=element_mask(inside, c, D, BLOCK_D))
+    else:
+        WORDS: gl.constexpr = BLOCK_D // 2
+        L: gl.constexpr = whole_vectors(WORDS)
+        words = gl.convert_layout(_whole_words(x.to(OUT.dtype.element_ty), BLOCK_D), L, assert_trivial=True)
+        c = gl.arange(0, WORDS, gl.SliceLayout(0, L))
+        base = (OUT + start).to(gl.pointer_type(gl.int32), bitcast=True)
+        pointers = base + (_by_row(numbers, L) * (step // 2))[:, None] + c[None, :]
+        gl.store(pointers, words, mask=element_mask(_by_row(inside, L), c, D // 2, WORDS))
