@@ -162,6 +162,49 @@ def test_bandwidth_aware_fills_its_budgets(is_causal):
     assert [place.schedule.rows(rank) for rank in range(6)] == [SIZE * len(x) for x in fetched]
 
 
+def nearest_to_rank(owner: list[int], node_size: int, rank: int, is_causal: bool, node: int, between: int) -> set[int]:
+    """The blocks of other ranks nearest to any of its own, so many of its node and of other nodes."""
+    own = [j for j, p in enumerate(owner) if p == rank]
+    seen = [j for j, p in enumerate(owner) if p != rank and (j < own[-1] or not is_causal)]
+    seen.sort(key=lambda j: (min(abs(j - i) for i in own), j))
+    inside = [j for j in seen if owner[j] // node_size == rank // node_size]
+    return {*inside[:node], *[j for j in seen if j not in inside][:between]}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("rows", "node_size"), [([16] * 16, 8), ([100, 31, 5, 0, 16, 48], 4), ([40, 70, 33], 2)])
+def test_bandwidth_aware_fetches_the_nearest(rows, node_size, layout, is_causal):
+    """Shards of any length, and tiers that begin far away: of 16 ranks of a block, the last one fetches 7, 6 and 5."""
+    shards = Shards.of(rows, layout)
+    settings = DistributedSparseConfig(
+        1.0, "bandwidth_aware", block_size=SIZE, node_size=node_size, node_bytes=2 * SIZE, inter_node_bytes=3 * SIZE
+    )
+    pattern = settings.pattern(shards, token_bytes=1)
+    lists = pattern.given_causal if is_causal else pattern.given
+    rank_of = {i: p for p in range(shards.world_size) for i in positions(shards, p)}
+    owner = [rank_of[b] for b in range(0, shards.length, SIZE)]
+    fetched = {p: nearest_to_rank(owner, node_size, p, is_causal, 2, 3) for p in set(owner)}
+    assert torch.equal(lists.mask()[0, 0], slow_table(settings, shards, is_causal, fetched))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_load_balanced_has_the_sum_of_the_budgets(is_causal):
+    """Uneven shards: a rank whose query blocks have one block each already leaves less to the others."""
+    shards = Shards.of([48, 100, 70, 48, 70, 1], "contiguous")
+    owner = [next(p for p in range(6) if b in shards.chunks[p][0]) for b in range(0, shards.length, SIZE)]
+    for ratio in ("0.01", "0.1", "0.5", "1.0"):
+        settings = DistributedSparseConfig(float(ratio), "adaptive_load_balanced", block_size=SIZE, node_size=2)
+        lists = settings.pattern(shards).given_causal if is_causal else settings.pattern(shards).given
+        counts, n = lists.counts.flatten().tolist(), len(owner)
+        seen = [i + 1 if is_causal else n for i in range(n)]
+        assert sum(counts) == sum(block_oracle.budget(ratio, v) for v in seen)
+        total = {p: sum(c for c, q in zip(counts, owner, strict=True) if q == p) for p in set(owner)}
+        gives = {p for p in total if total[p] > owner.count(p)}
+        takes = {p for p in total if total[p] < sum(v for v, q in zip(seen, owner, strict=True) if q == p)}
+        assert all(total[p] <= total[q] + 1 for p in gives for q in takes), (ratio, total)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_load_balanced_evens_the_blocks(is_causal, layout):

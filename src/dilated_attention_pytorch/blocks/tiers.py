@@ -35,7 +35,7 @@ class DistributedSparseConfig:
     A query block that sees ``v`` blocks, of which ``v_t`` are in a tier, wants ``ceil(density_t * v_t)`` of each tier, its
     own block first and then the nearest. ``sparsity_ratio`` is the most that it gets of all tiers together,
     ``max(1, ceil(sparsity_ratio * v))``: where it wants more, every tier gets its share of that, rounded down, and the
-    nearer tiers what is left.
+    nearer tiers what is left. (In ``"adaptive_load_balanced"``, that is the most of all query blocks together.)
 
     * ``"hierarchical"``: just that.
     * ``"node_local"``: nothing of other nodes.
@@ -216,7 +216,7 @@ def _fetched(config: DistributedSparseConfig, some: _RankBlocks, token_bytes: in
         after = torch.searchsorted(own, seen)
         before = seen - own[(after - 1).clamp(min=0)]
         behind = own[after.clamp(max=len(own) - 1)] - seen
-        far = int(own[-1] - own[0]) + int(seen[-1]) + 1 if len(seen) else 0
+        far = int(own[-1] + seen[-1]) + 1 if len(seen) else 0  # than any block from another
         distance = torch.minimum(torch.where(after > 0, before, far), torch.where(after < len(own), behind, far))
         found.append(seen[distance.sort(stable=True).indices[:count]].sort().values)
     return _RankBlocks(some.rank, some.queries, (own, *found), some.is_causal)  # type: ignore[arg-type]
@@ -240,21 +240,28 @@ def _shared(budget: Tensor, wanted: Tensor, most: Tensor) -> Tensor:
 
 
 def _evened(budgets: list[Tensor], visible: list[Tensor]) -> list[Tensor]:
-    """The sum of all budgets, shared evenly over ranks and over the query blocks of each; nobody gets more than it sees."""
-    left, result = sum(int(x.sum()) for x in budgets), list(budgets)
-    order = sorted(range(len(budgets)), key=lambda x: int(visible[x].sum()))
-    for done, x in enumerate(order):
-        share = max(len(budgets[x]), min(left // (len(order) - done), int(visible[x].sum())))
-        low, high = 1, int(visible[x].max())
-        while low < high:  # the level up to which all query blocks can be filled
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if int(visible[x].clamp(max=middle).sum()) <= share else (low, middle - 1)
-        level = visible[x].clamp(max=low)
-        above = (visible[x] > low).nonzero().squeeze(1)[: share - int(level.sum())]
-        level[above] += 1
-        result[x] = level
-        left -= int(level.sum())
-    return result
+    """The sum of all budgets, shared evenly over ranks and over the query blocks of each: one block at least, and no more
+    than it sees."""
+    least, most = (torch.tensor(x) for x in ([len(v) for v in visible], [int(v.sum()) for v in visible]))
+    shares = _levelled(sum(int(x.sum()) for x in budgets), least, most)
+    return [_levelled(int(share), torch.ones_like(v), v) for share, v in zip(shares, visible, strict=True)]
+
+
+def _levelled(total: int, least: Tensor, most: Tensor) -> Tensor:
+    """A total as shares that are as even as their bounds allow, the first ones one larger where it does not divide.
+
+    >>> _levelled(13, torch.tensor([1, 1, 6, 1]), torch.tensor([9, 1, 9, 9])).tolist()
+    [3, 1, 6, 3]
+    """
+    low, high = 0, total
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = int(torch.full_like(most, middle).clamp(least, most).sum()) <= total
+        low, high = (middle, high) if fits else (low, middle - 1)
+    shares = torch.full_like(most, low).clamp(least, most)
+    growing = ((least <= low) & (low < most)).nonzero().squeeze(1)
+    shares[growing[: total - int(shares.sum())]] += 1
+    return shares
 
 
 def _nearest(tier: Tensor, queries: Tensor, visible: Tensor, count: Tensor, blocks: int) -> Tensor:
