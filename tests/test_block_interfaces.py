@@ -65,6 +65,24 @@ def test_flex_masks_that_are_no_blocks(mod, message):
         BlockSparse.from_flex(flex_attention.create_block_mask(mod, None, None, 512, 512, device="cpu"))
 
 
+def test_flex_full_block_on_a_causal_diagonal_at_the_end():
+    """Lists by hand may call a short block full; where it has one position, that is the same as causal."""
+    counts, indices = torch.tensor([[[1, 0]]], dtype=torch.int32), torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32)
+    full = torch.tensor([[[0, 2]]], dtype=torch.int32)
+
+    def read(n):
+        causal = lambda b, h, i, j: j <= i  # noqa: E731
+        made = flex_attention.BlockMask.from_kv_blocks(
+            counts, indices, full, indices, BLOCK_SIZE=128, mask_mod=causal, seq_lengths=(n, n)
+        )
+        return BlockSparse.from_flex(made)
+
+    assert read(129).only_causal
+    for n in (130, 200, 256):
+        with pytest.raises(ValueError, match="got full ones too"):
+            read(n)
+
+
 def test_flex_causal_needs_is_causal():
     causal = flex_attention.create_block_mask(lambda b, h, i, j: j <= i, None, None, 256, 256, device="cpu")
     q = torch.zeros(1, 256, 2, 8)

@@ -41,7 +41,8 @@ def read_block_mask(block_mask: BlockMask) -> tuple[Tensor, int, bool]:
     whole = diagonal & all_seen & ~triangle
     seen = partial | full
     ahead = torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).triu_(1)
-    full_diagonal = bool(whole.any()) or bool(full.diagonal(dim1=-2, dim2=-1)[..., : n // size].any())
+    several = -(-(n - 1) // size)  # blocks of more than one position
+    full_diagonal = bool(whole.any()) or bool(full.diagonal(dim1=-2, dim2=-1)[..., :several].any())
     if bool(causal.any()) and (full_diagonal or bool((seen & ahead).any())):
         raise ValueError(
             "a BlockMask with causal blocks on the diagonal is taken if all blocks on the diagonal are causal and none "
