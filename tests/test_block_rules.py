@@ -49,7 +49,7 @@ def test_branches_in_any_order_and_of_any_reach(causal):
 
 
 def test_levels_of_any_window():
-    for window in (1, 16, 17, 48, 80, 400):
+    for window in (1, 16, 17, 48, 80, 400, 69 * SIZE, 70 * SIZE, 71 * SIZE, 10**12):
         for ratio in ("0.1", "0.35", "0.8"):
             made = config("hierarchical", float(ratio), local_window_size=window).lists(0, 70, False)
             for i, entries in enumerate(made.indices.split(made.counts.flatten().tolist())):

@@ -163,7 +163,8 @@ class SparsePatternConfig:
         elif self.pattern_type == "global_local":
             pieces = rules.global_local(rows, min(blocks, math.ceil(self.global_tokens / size)))
         elif self.pattern_type == "hierarchical":
-            pieces = rules.hierarchical(rows, max(2, math.ceil(self.local_window_size / size)))
+            # From blocks + 1 on, a window holds everything.
+            pieces = rules.hierarchical(rows, max(2, min(blocks + 1, math.ceil(self.local_window_size / size))))
         else:
             assert self.pattern_type == "dilated_sparse"
             segments = [min(blocks, math.ceil(length / size)) for length in self.segment_lengths]
