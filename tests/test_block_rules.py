@@ -38,7 +38,7 @@ def test_rules_by_enumeration(kind, causal):
 def test_branches_in_any_order_and_of_any_reach(causal):
     rng = random.Random(0)
     for _ in range(60):
-        rates = [rng.choice([1, 2, 4, 12]) for _ in range(rng.randint(1, 4))]
+        rates = [rng.choice([1, 2, 4, 12, 12 * 2**31]) for _ in range(rng.randint(1, 4))]
         lengths = [rng.randint(1, 40 * SIZE) for _ in rates]
         ratio, n = rng.choice(["0.05", "0.3", "0.7"]), rng.randint(1, 40)
         made = config("dilated_sparse", float(ratio), segment_lengths=lengths, dilation_rates=rates).lists(0, n, causal)

@@ -18,7 +18,8 @@ def read_block_mask(block_mask: BlockMask) -> tuple[Tensor, int, bool]:
     if rows != columns or n != m:
         raise ValueError(
             "a BlockMask is taken if its blocks are square and it has as many queries as keys: got blocks of "
-            f"{rows} x {columns} and {n} x {m} positions; pass create_block_mask(..., BLOCK_SIZE=128)"
+            f"{rows} x {columns} and {n} x {m} positions; pass create_block_mask(..., BLOCK_SIZE=128), and for other "
+            "lengths of queries and keys the blocks themselves: BlockSparse.custom(mask, block_size=...)"
         )
     key_blocks = -(-m // columns)
     partial = _table(block_mask.kv_num_blocks, block_mask.kv_indices, key_blocks)

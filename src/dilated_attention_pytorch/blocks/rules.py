@@ -120,8 +120,10 @@ def dilated_sparse(rows: Rows, branches: tuple[tuple[int, int], ...]) -> list[Pi
     >>> [x.tolist() for x in _lists(lambda rows: dilated_sparse(rows, ((2, 1), (8, 2))), Fraction(1, 2), 8)][:4]
     [[0, 1, 2, 4], [0, 1, 3, 5], [0, 2, 3, 4], [1, 2, 3, 5]]
     """
+    # Beyond the sequence a rate leaves only the own block, which a row has anyway.
+    reaching = [(segment, rate) for segment, rate in branches if rate < rows.blocks]
     combs = []
-    for segment, rate in branches:
+    for segment, rate in reaching or [(rows.blocks, rows.blocks)]:
         before = rows.i % segment
         after = torch.minimum(segment - 1 - before, rows.right)
         combs.append(Comb(rate, 0, before // rate, after // rate))
