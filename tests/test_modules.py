@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
 
 import oracle
-from dilated_attention_pytorch import Dilated, DilatedAttention, MultiheadDilatedAttention, attention
+from dilated_attention_pytorch import (
+    BlockSparseRingDilatedAttention,
+    Dilated,
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    SparsePatternConfig,
+    attention,
+)
 
+SPARSE = SparsePatternConfig("hierarchical", 0.5, block_size=16)
 WIDE = ([1000], [1])  # one dense segment: plain attention
 
 
@@ -225,3 +235,39 @@ def test_a_ddp_step_equals_a_single_process_step(tmp_path):
         for name, x in alone.state_dict().items():
             assert not torch.equal(x, before[name]), name
             torch.testing.assert_close(together[name], x)
+
+
+def replica(module):
+    """A replica as nn.DataParallel makes it on each GPU: shallow copies of all modules, parameters as plain attributes."""
+    copies = {one: one._replicate_for_data_parallel() for one in module.modules()}
+    for one, other in copies.items():
+        for name, child in one._modules.items():
+            other._modules[name] = copies[child]
+        for name, parameter in one._parameters.items():
+            setattr(other, name, None if parameter is None else parameter.clone())
+    return copies[module]
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: DilatedAttention([16, 32], [1, 2]), (4, 40, 2, 8)),
+        (lambda: MultiheadDilatedAttention(16, 2, [16, 32], [1, 2], dtype=torch.float64), (4, 40, 16)),
+        (lambda: BlockSparseRingDilatedAttention([16, 32], [1, 2], sparse_config=SPARSE), (4, 40, 2, 8)),
+    ],
+)
+def test_replicas_in_threads(make, shape):
+    """Each replica attends over its part of the batch, at the same time, and gradients come home to the module."""
+    module = make()
+    x = torch.randn(shape, dtype=torch.float64)
+    first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
+    expected = first(module(x, x, x))
+    inputs = [*module.parameters()]
+    grads = torch.autograd.grad(expected.square().sum(), inputs) if inputs else ()
+    replicas = [replica(module) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        halves = list(pool.map(lambda both: first(both[0](*[both[1]] * 3)), zip(replicas, x.split(2), strict=True)))
+    out = torch.cat(halves)
+    torch.testing.assert_close(out, expected)
+    if inputs:
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), inputs), grads)
