@@ -370,7 +370,8 @@ def test_without_a_group():
         ({"transport": "pigeon"}, ValueError, "transport must be one of .*, got 'pigeon'"),
         ({"bucket_size": 0}, ValueError, "bucket_size is a number of rows, at least 1, or None, got 0"),
         ({"bucket_size": True}, ValueError, "bucket_size is a number of rows, at least 1, or None, got True"),
-        ({"comm_dtype": "float32"}, TypeError, "comm_dtype must be a floating-point torch.dtype or None, got 'float32'"),
+        ({"comm_dtype": "float32"}, TypeError, "comm_dtype must be one of torch.float64, .* or None, got 'float32'"),
+        ({"comm_dtype": torch.float8_e4m3fn}, TypeError, "comm_dtype must be one of .* or None, got torch.float8_e4m3fn"),
     ):
         with pytest.raises(error, match=match):
             RingDilatedAttention([4], [1], **bad)

@@ -19,6 +19,7 @@ from dilated_attention_pytorch import (
     Hilbert,
     MultiheadDilatedAttention,
     attention,
+    dilated_attention,
 )
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, local_device, shard_sequence
 from dilated_attention_pytorch.distributed.agreement import Facts, differences
@@ -83,6 +84,8 @@ def check_mistakes(rank: int) -> None:
         x,
         error=TypeError if rank == 2 else ValueError,
     )
+    with pytest.raises(ValueError, match="need the same number" if rank == 1 else "^rank 1 refused .*need the same number"):
+        dilated_attention(x, x, x, [8, 64], [1] if rank == 1 else [1, 2], group=group)
     refused("has no torchscale_padding", pattern=Dilated([4], [1], torchscale_padding=True))
     refused("backend 'hopper' cannot serve this call", backend="hopper")
     refused("backend 'reference' needs whole sequences", backend="reference")
@@ -93,6 +96,12 @@ def check_mistakes(rank: int) -> None:
         f"{look}: each of 3 ranks has 4 rows, together 12, but lengths ends at 4; use shard_sequence",
         lengths=torch.tensor([4]),
     )
+    # A batch of short samples looks the same; the error says how to call with it.
+    short: dict = {"lengths": torch.tensor([3])}
+    refused(r"If the rest is padding, .*: layout=Shards.of\(\[4\] \* 3, ...\)$", **short)
+    out = attention(x, x, x, PATTERN, group=group, layout=Shards.of([4] * 3, "contiguous"), **short)
+    expected = attention(x, x, x, PATTERN, **short) if rank == 0 else torch.zeros_like(x)
+    torch.testing.assert_close(out, expected)
     refused(f"{look}.*cu_seqlens ends at 4", cu_seqlens=torch.tensor([0, 1, 4]))
     shards = Shards.of([1, 2, 1], "contiguous")
     refused(f"a shard of [12] rows, its tensors have 4; {look}: use shard_sequence", layout=shards)
@@ -185,6 +194,25 @@ def check_known_shards(rank: int) -> None:
         attention(x, x, x, PATTERN, group=dist.group.WORLD, layout=shards, dropout_p=0.1, seed=rank)
 
 
+def check_stalled_gathering(rank: int, backward: bool) -> None:
+    """A rank that stalls once the ranks have compared their arguments, or on the way back."""
+    x = torch.randn(1, 4, 2, requires_grad=backward)
+    name = "all_reduce" if backward else "all_gather"
+    plain, count = getattr(dist, name), []
+
+    def late(*args, **options):
+        count.append(1)
+        if rank == 2 and len(count) == (1 if backward else 2):  # the first one of a forward compares
+            time.sleep(TIMEOUT_S + 3)
+        return plain(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, late)
+        task = "add up the gradients of all" if backward else "gather the rows of the others"
+        with pytest.raises(RuntimeError, match=rf"^rank {rank} could not {task}: .*the call can be repeated"):
+            gather_sequence(x, dist.group.WORLD).sum().backward()
+
+
 def check_failure(act, message: str, within_s: float) -> None:
     """Rank 2 acts at its third exchange of the forward; the others raise in time and say who failed whom, and where."""
     local = [shard_sequence(x, dist.group.WORLD) for x in whole()]
@@ -224,6 +252,11 @@ def work(rank: int, folder: str) -> None:
     init(f"{folder}/stalled", rank, WORLD, TIMEOUT_S)
     check_failure(lambda: time.sleep(TIMEOUT_S + 3), message, 3 * TIMEOUT_S)
     dist.destroy_process_group()
+
+    for backward in (False, True):
+        init(f"{folder}/gathering {backward}", rank, WORLD, TIMEOUT_S)
+        check_stalled_gathering(rank, backward)
+        dist.destroy_process_group()
 
     init(f"{folder}/again", rank, WORLD, TIMEOUT_S * 5)
     check_call(WORLD)

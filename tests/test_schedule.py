@@ -137,6 +137,16 @@ def test_bad_shards():
         Shards.of([1, 2], "round")
     with pytest.raises(ValueError, match="no negative length, got \\[1, -2\\]"):
         Shards.of([1, -2], "contiguous")
+    for wrong in (
+        ((range(4),), (range(4),)),  # twice
+        ((range(4),), (range(5, 8),)),  # a gap
+        ((range(-2, 0),), (range(2),)),
+        ((range(0, 4, 2),), (range(1, 4, 2),)),
+    ):
+        with pytest.raises(ValueError, match="hold every position from 0 once, in ranges of step 1: got range"):
+            Shards(wrong)
+    striped = Shards(((range(6, 8), range(2)), (range(3, 3), range(2, 6))))  # in any order, some empty
+    assert striped.length == 8
 
 
 @given(cases(), st.integers(1, 9))

@@ -7,7 +7,9 @@ import torch
 
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.distributed import Shards, simulate_ring
+from dilated_attention_pytorch.distributed.dilated import DilatedWork
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
+from dilated_attention_pytorch.distributed.simulation import Shelf
 
 CASES = [
     (Dilated([64, 512, 8192], [1, 4, 16]), Shards.even(1023, 5, "zigzag"), True),
@@ -50,7 +52,29 @@ def test_memory_per_rank_shrinks_with_the_ranks():
             assert total <= 1.1 * (4 * shard + 2 * bucket) + part
 
 
+def test_the_next_message_is_under_way_while_one_is_computed_with(monkeypatch):
+    events = []
+    start, received = Shelf.start, DilatedWork.received
+
+    def started(self, sends, receives, after):
+        events.append(("start", sends[0].message.tick))
+        return start(self, sends, receives, after)
+
+    def computed(self, message, *args):
+        events.append(("compute", message.tick))
+        return received(self, message, *args)
+
+    monkeypatch.setattr(Shelf, "start", started)
+    monkeypatch.setattr(DilatedWork, "received", computed)
+    x = torch.randn(1, 96, 2, 8)
+    simulate_ring(x, x, x, Dilated([96], [1]), 3, bucket_size=8)  # 2 rounds of 4 messages
+    of_a_rank = [("start", 0), *(step for tick in range(7) for step in (("start", tick + 1), ("compute", tick)))]
+    assert events == 3 * [*of_a_rank, ("compute", 7)]
+
+
 def test_bad_arguments():
     x = torch.randn(1, 4, 2, 8)
     with pytest.raises(ValueError, match="as many queries as keys as rows of shards"):
         simulate_ring(x, x, x, Dilated([4], [1]), 2, layout=Shards.of([1, 2], "contiguous"))
+    with pytest.raises(ValueError, match="bucket_size is a number of rows, at least 1, or None, got 0"):
+        simulate_ring(x, x, x, Dilated([4], [1]), 2, bucket_size=0)

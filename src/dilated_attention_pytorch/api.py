@@ -301,11 +301,19 @@ def dilated_attention(
     >>> dilated_attention(q, k, v, segment_lengths=[256, 512], dilation_rates=[1, 2]).shape
     torch.Size([1, 1000, 8, 64])
     """
+    try:
+        pattern = Dilated(segment_lengths, dilation_rates, offsets)
+    except (ValueError, TypeError) as mistake:
+        if group is not None:
+            from dilated_attention_pytorch.distributed.agreement import refuse  # imports torch.distributed
+
+            refuse(group, layout, mistake)
+        raise
     return attention(
         query,
         key,
         value,
-        Dilated(segment_lengths, dilation_rates, offsets),
+        pattern,
         is_causal=is_causal,
         scale=scale,
         dropout_p=dropout_p,

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from dilated_attention_pytorch.orders import Order
 from dilated_attention_pytorch.patterns import Dilated
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -29,8 +29,8 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise TypeError(
             f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; use .to()"
         )
-    if query.dtype not in _DTYPES:
-        raise TypeError(f"the dtype must be one of {', '.join(map(str, _DTYPES))}, got {query.dtype}; convert with .to()")
+    if query.dtype not in DTYPES:
+        raise TypeError(f"the dtype must be one of {', '.join(map(str, DTYPES))}, got {query.dtype}; convert with .to()")
     if not query.device == key.device == value.device:
         raise ValueError(f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}")
     if key.shape != value.shape:

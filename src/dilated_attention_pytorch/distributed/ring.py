@@ -15,7 +15,7 @@ import dilated_attention_pytorch
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.blocks.call import causal_by_position, prepare_blocks
 from dilated_attention_pytorch.blocks.pattern import BlockSparse
-from dilated_attention_pytorch.checks import check_no_forward_derivative, check_order, prepare, rows_in_order
+from dilated_attention_pytorch.checks import DTYPES, check_no_forward_derivative, check_order, prepare, rows_in_order
 from dilated_attention_pytorch.distributed import heads as ulysses
 from dilated_attention_pytorch.distributed import local
 from dilated_attention_pytorch.distributed.agreement import Facts, agree, agree_once, refuse
@@ -42,8 +42,8 @@ def check_sharding(layout: str | Shards, bucket_size: int | None, transport: str
         raise ValueError(f"bucket_size is a number of rows, at least 1, or None, got {bucket_size!r}")
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
-    if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
-        raise TypeError(f"comm_dtype must be a floating-point torch.dtype or None, got {comm_dtype!r}")
+    if comm_dtype is not None and comm_dtype not in DTYPES:
+        raise TypeError(f"comm_dtype must be one of {', '.join(map(str, DTYPES))} or None, got {comm_dtype!r}")
 
 
 def _check(
@@ -73,7 +73,8 @@ def _check_sharded(rows: list[int], lengths: tuple[int, ...] | None, cu_seqlens:
         if world > 1 and set(rows) == {n} and (0 < end <= n if name == "lengths" else 0 < end == n):
             raise ValueError(
                 f"these look like whole sequences, not shards: each of {world} ranks has {n} rows, together {n * world}, "
-                f"but {name} ends at {end}; use shard_sequence"
+                f"but {name} ends at {end}; use shard_sequence. If the rest is padding, say which rows ranks hold: "
+                f"layout=Shards.of([{n}] * {world}, ...)"
             )
 
 

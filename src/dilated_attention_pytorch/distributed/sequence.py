@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dilated_attention_pytorch.checks import check_is_order
 from dilated_attention_pytorch.distributed.agreement import Arguments, agree, refuse
 from dilated_attention_pytorch.distributed.shards import Shards, check_layout
-from dilated_attention_pytorch.distributed.transport import resolve_group
+from dilated_attention_pytorch.distributed.transport import failure, resolve_group
 from dilated_attention_pytorch.orders import Order, check_dim
 
 
@@ -62,6 +64,15 @@ class Gathering(Arguments):
     order: str | None  # its fingerprint
 
 
+@contextlib.contextmanager
+def _naming(task: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Say what failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise failure(f"rank {dist.get_rank(group)} could not {task}", error) from error
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, shards: Shards, dim: int) -> Tensor:
@@ -71,7 +82,8 @@ class _Gather(torch.autograd.Function):
         padded = x.new_zeros((longest, *x.movedim(dim, 0).shape[1:]))
         padded[: x.shape[dim]] = x.movedim(dim, 0)
         parts = [torch.empty_like(padded) for _ in rows]
-        dist.all_gather(parts, padded, group=group)
+        with _naming("gather the rows of the others", group):
+            dist.all_gather(parts, padded, group=group)
         whole = x.new_empty((shards.length, *padded.shape[1:]))
         for part, some in zip(parts, rows, strict=True):
             whole[some] = part[: len(some)]
@@ -83,7 +95,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # What every rank's loss says about this rank's rows.
         total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
+        with _naming("add up the gradients of all", ctx.group):
+            dist.all_reduce(total, group=ctx.group)
         return total.index_select(ctx.dim, ctx.rows), None, None, None
 
 

@@ -34,6 +34,14 @@ class Shards:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", sum(map(self.rows, range(self.world_size))))
+        stop = 0  # of the chunks so far, in the order of positions
+        for chunk in sorted((chunk for chunks in self.chunks for chunk in chunks if chunk), key=lambda chunk: chunk.start):
+            if chunk.start != stop or chunk.step != 1:
+                raise ValueError(
+                    f"the chunks of all ranks hold every position from 0 once, in ranges of step 1: got {chunk} where "
+                    f"position {stop} should follow; Shards.of([3, 5], 'contiguous') makes them from lengths"
+                )
+            stop = chunk.stop
 
     @staticmethod
     def of(lengths: Sequence[int], layout: str) -> Shards:

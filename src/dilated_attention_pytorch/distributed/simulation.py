@@ -18,6 +18,7 @@ from dilated_attention_pytorch.distributed.block_ring import check_block_shardin
 from dilated_attention_pytorch.distributed.block_work import static_work
 from dilated_attention_pytorch.distributed.dilated import DilatedWork
 from dilated_attention_pytorch.distributed.executor import Job, Work, forward
+from dilated_attention_pytorch.distributed.ring import check_sharding
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from dilated_attention_pytorch.distributed.shards import Shards
@@ -104,6 +105,7 @@ def simulate_ring(
         "is_causal": is_causal, "scale": scale, "dropout_p": 0.0, "seed": None, "lengths": None, "cu_seqlens": None,
         "mixing_gradient": "exact",
     }  # fmt: skip
+    check_sharding(layout, bucket_size, "ring", None)
     if isinstance(pattern, BlockSparse):
         check_block_sharding(bucket_size, "ring")
         query, key, value, used_scale = prepare_blocks(query, key, value, **arguments)
