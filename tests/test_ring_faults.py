@@ -213,6 +213,16 @@ def check_stalled_gathering(rank: int, backward: bool) -> None:
             gather_sequence(x, dist.group.WORLD).sum().backward()
 
 
+def check_never_there(rank: int, act) -> None:
+    """Rank 2 does not come to the call, or only when the others have given up."""
+    local = [shard_sequence(x, dist.group.WORLD) for x in whole()]
+    if rank == 2:
+        act()
+    others = "" if rank == 2 else "; rank 2 did not come"
+    with pytest.raises(RuntimeError, match=rf"^rank {rank} could not compare its arguments with the others{others}: "):
+        attention(*local, PATTERN, group=dist.group.WORLD)
+
+
 def check_failure(act, message: str, within_s: float) -> None:
     """Rank 2 acts at its third exchange of the forward; the others raise in time and say who failed whom, and where."""
     local = [shard_sequence(x, dist.group.WORLD) for x in whole()]
@@ -253,6 +263,10 @@ def work(rank: int, folder: str) -> None:
     check_failure(lambda: time.sleep(TIMEOUT_S + 3), message, 3 * TIMEOUT_S)
     dist.destroy_process_group()
 
+    init(f"{folder}/late", rank, WORLD, TIMEOUT_S)
+    check_never_there(rank, lambda: time.sleep(TIMEOUT_S + 3))
+    dist.destroy_process_group()
+
     for backward in (False, True):
         init(f"{folder}/gathering {backward}", rank, WORLD, TIMEOUT_S)
         check_stalled_gathering(rank, backward)
@@ -276,10 +290,13 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def dying(rank: int, folder: str) -> None:
+def dying(rank: int, folder: str, before: bool) -> None:
     torch.set_num_threads(1)
     init(f"{folder}/dying", rank, WORLD, 60)
-    check_failure(lambda: os._exit(0), r"^rank \d could not .* rank \d, round \d, message \d", 30)
+    if before:
+        check_never_there(rank, lambda: os._exit(0))
+    else:
+        check_failure(lambda: os._exit(0), r"^rank \d could not .* rank \d, round \d, message \d", 30)
     dist.destroy_process_group()
     init(f"{folder}/survivors", rank, 2, 60)
     check_call(2)
@@ -289,8 +306,9 @@ def test_mistakes_and_a_rank_that_stalls(tmp_path):
     mp.spawn(work, (str(tmp_path),), nprocs=WORLD)
 
 
-def test_a_rank_that_dies(tmp_path):
-    mp.spawn(dying, (str(tmp_path),), nprocs=WORLD)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_rank_that_dies(tmp_path, before):
+    mp.spawn(dying, (str(tmp_path), before), nprocs=WORLD)
 
 
 def test_differences_are_short():

@@ -8,8 +8,10 @@ arguments, are the facts themselves exchanged, and every rank raises.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import defaultdict
 from dataclasses import dataclass, fields
+from threading import Thread
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -22,6 +24,9 @@ from dilated_attention_pytorch.distributed.transport import backend_for, failure
 
 # Hashes that the ranks of a group have agreed on; they are asked only where all lengths are known beforehand.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
+# How often the ranks of a group have compared: the same number on all.
+_comparisons: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_SETTLE_S = 2.0  # time for the others to notice that a comparison has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +121,42 @@ def _gather(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
     device = "cpu" if backend_for("cpu", group) else dist.get_backend_config(group).split(":")[0]
     mine = torch.tensor(numbers, device=device)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    _comparisons[group] = _comparisons.get(group, 0) + 1
     try:
         dist.all_gather(parts, mine, group=group)
     except RuntimeError as error:
-        raise failure(f"rank {dist.get_rank(group)} could not compare its arguments with the others", error) from error
+        what = f"rank {dist.get_rank(group)} could not compare its arguments with the others"
+        absent = _absent(group)
+        raise failure(f"{what}; {_named(absent)} did not come" if absent else what, error) from error
     return torch.stack(parts).tolist()
+
+
+def _absent(group: dist.ProcessGroup) -> list[int]:
+    """Who did not come to a comparison that failed, as far as can be known: a collective does not say whom it waited for.
+
+    Ranks that fail say so in the group's store. By a thread that is not waited for: the process that holds the store may be
+    the one that is gone or stalled.
+    """
+    absent: list[int] = []
+    thread = Thread(target=_look_for_others, args=(group, absent), daemon=True)
+    thread.start()
+    thread.join(_SETTLE_S + 1.0)
+    return absent
+
+
+def _look_for_others(group: dist.ProcessGroup, absent: list[int]) -> None:
+    store, mine = group.get_group_store(), dist.get_rank(group)
+    names = [f"comparison {_comparisons[group]} of rank {rank}" for rank in range(dist.get_world_size(group))]
+    stop = time.monotonic() + _SETTLE_S
+    try:
+        store.set(names[mine], "failed")
+        while time.monotonic() < stop:
+            time.sleep(0.1)
+            absent[:] = [rank for rank, name in enumerate(names) if not store.check([name])]
+            if not absent:
+                return
+    except RuntimeError:  # the store went with its process: what is known stays
+        return
 
 
 def _gather_objects(group: dist.ProcessGroup, mine: Arguments | str) -> list[Arguments | str]:
