@@ -296,7 +296,7 @@ def _compute_dkv(
 @gluon.jit(do_not_specialize=["families", "items", "N", "M", "H", "G", "parts"])
 def dkv_kernel(
     Q, K, V, DOUT, LSE, DELTA,
-    PART_DK,  # (rows, D) float32
+    PART_DK,  # (rows, D) float32, columns as store_part leaves them
     PART_DV, DK, DV, TABLE, LAYOUT, OFFSETS, families, items,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     dout_stride_b, dout_stride_n, dout_stride_h,

@@ -266,7 +266,7 @@ def _compute(
 @gluon.jit(do_not_specialize=["families", "items", "N", "H", "G", "parts"])
 def forward_kernel(
     Q, K, V,
-    PART_OUT,  # (rows, D) float32
+    PART_OUT,  # (rows, D) float32, columns as store_part leaves them
     PART_LSE2,  # (rows,) float32
     OUT,  # (B, N, H, D)
     LSE,  # (B, H, N) float32, natural logarithm
