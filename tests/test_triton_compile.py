@@ -36,16 +36,16 @@ def compiled_together(several: list[list]) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_half_precision_kernels(kernel, head_dim):
-    config = getattr(_HOPPER[2, head_dim], kernel)
-    used = compiled([kernel, 2, head_dim, config.block_m, config.block_n, config.warps, config.stages])
-    assert used["tensor_cores"]
-    assert used["wide_copies"]
-    assert used["shared_bytes"] <= SHARED_LIMIT
-    if kernel != "dkv":  # dk and dv together still spill a little: docs/kernels.md
-        assert used["spilled_bytes"] == 0
+def test_half_precision_kernels(kernel):
+    configs = {head_dim: getattr(_HOPPER[2, head_dim], kernel) for head_dim in (64, 128)}
+    cases = [[kernel, 2, d, c.block_m, c.block_n, c.warps, c.stages] for d, c in configs.items()]
+    for used in compiled_together(cases):
+        assert used["tensor_cores"]
+        assert used["wide_copies"]
+        assert used["shared_bytes"] <= SHARED_LIMIT
+        if kernel != "dkv":  # dk and dv together still spill a little: docs/kernels.md
+            assert used["spilled_bytes"] == 0
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
@@ -77,36 +77,39 @@ def test_kernels_over_block_lists(kernel):
     assert small["spilled_bytes"] == 0
 
 
-@pytest.mark.parametrize("head_dim", [48, 64, 128])
 @pytest.mark.parametrize("kernel", ["merge", "sum"])
-def test_one_merge(kernel, head_dim):
-    used = compiled([f"one {kernel}", head_dim])
-    assert used["single_loads"] == 0  # rows come 16 bytes at a time
-    assert used["spilled_bytes"] == 0
+def test_one_merge(kernel):
+    for used in compiled_together([[f"one {kernel}", head_dim] for head_dim in (48, 64, 128)]):
+        assert used["single_loads"] == 0  # rows come 16 bytes at a time
+        assert used["spilled_bytes"] == 0
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "final", "group", "parts"),
-    [
-        (24, True, 1, 8),
-        (64, False, 1, 0),
-        (64, True, 2, 8),
-        (64, True, 1, 8),
-        (80, True, 1, 0),
-        (128, False, 2, 8),
-        (128, True, 1, 8),
-        (128, True, 1, 32),  # with one stage less: what is known of the parts needs its room
-    ],
-)
+# Head size, writes the result or parts, query heads per key head, parts to be added.
+HOPPER_CASES = [
+    [24, True, 1, 8],
+    [64, False, 1, 0],
+    [64, True, 2, 8],
+    [64, True, 1, 8],
+    [80, True, 1, 0],
+    [128, False, 2, 8],
+    [128, True, 1, 8],
+    [128, True, 1, 32],  # with one stage less: what is known of the parts needs its room
+]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_hopper_kernels(kernel, head_dim, final, group, parts):
-    check_hopper(kernel, compiled([f"hopper {kernel}", head_dim, final, group, parts]))
+def test_hopper_kernels(kernel, head_dim):
+    cases = [case for case in HOPPER_CASES if (case[0] <= 64) == (head_dim == 64)]
+    for used in compiled_together([[f"hopper {kernel}", *case] for case in cases]):
+        check_hopper(kernel, used)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_hopper_kernels_over_block_lists(kernel):
-    for case in ([64, 128, True, 1], [128, 256, False, 2]):
-        check_hopper(kernel, compiled([f"hopper block {kernel}", *case]))
+    cases = [64, 128, True, 1], [128, 256, False, 2]
+    for used in compiled_together([[f"hopper block {kernel}", *case] for case in cases]):
+        check_hopper(kernel, used)
 
 
 def check_hopper(kernel, used):
