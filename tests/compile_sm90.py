@@ -1,7 +1,7 @@
 """Compile the kernels for sm_90 without a GPU and print what they use, as JSON. Run by test_triton_compile.py.
 
     python tests/compile_sm90.py '[["forward", 2, 64, 64, 64, 4, 3]]'     kernel, element size, head size, config
-    python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size [, final, group, parts]
+    python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size [, final, group, parts, single]
     python tests/compile_sm90.py '[["block forward", 2, 64, 128]]'        kernel, element size, head size, block size
     python tests/compile_sm90.py '[["hopper block dq", 64, 128, true, 1]]' kernel, head size, block size, causal, group
     python tests/compile_sm90.py '[["one merge", 64]]'                    kernel, head size
@@ -53,7 +53,8 @@ HOPPER_BLOCKS = {
     "dq": hopper_block_dq.block_dq_kernel,
     "dkv": hopper_block_dkv.block_dkv_kernel,
 }
-HALF = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
+RESULTS = ("OUT", "DQ", "DK", "DV")
+HALF = ("Q", "K", "V", "DOUT", *RESULTS)
 FLOAT = (
     "PARTS",
     "PARTS_LSE2",
@@ -127,7 +128,7 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
     return compiled_usage(ASTSource, BLOCKS[kernel], constants, size, {"num_warps": warps, "num_stages": stages})
 
 
-def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_PARTS):
+def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_PARTS, single_results=False):
     config = getattr(hopper_configs.configs(head_dim), kernel)
     constants = {
         "D": head_dim,
@@ -143,7 +144,7 @@ def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_P
     if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
     options = {"num_warps": 4, "maxnreg": hopper_run._START_REGISTERS}
-    return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options)
+    return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options, RESULTS if single_results else ())
 
 
 def hopper_block_usage(kernel, head_dim, block_size, causal, group):
@@ -171,11 +172,13 @@ def one_usage(kernel, head_dim):
     return compiled_usage(ASTSource, function, constants, 2, {"num_warps": parts.WARPS})
 
 
-def compiled_usage(source, function, constants, size, options):
+def compiled_usage(source, function, constants, size, options, single=()):
+    """``single``: parameters that are float32 whatever the size."""
     names = function.arg_names
     signature, hints = {}, {}
     for i, name in enumerate(names):
-        signature[name] = "constexpr" if name in constants else argument_type(name, "bf16" if size == 2 else "fp32")
+        element = "bf16" if size == 2 and name not in single else "fp32"
+        signature[name] = "constexpr" if name in constants else argument_type(name, element)
         if signature[name].startswith("*") or "stride" in name:
             hints[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in constants.items()}
