@@ -19,6 +19,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     copy_elements,
     hold,
     load_rows,
+    product_layout,
     row_descriptor,
     store_rows,
 )
@@ -130,8 +131,8 @@ def _compute_dkv(
     rows_full, rows_empty = bars[:2]
     done = bars[6]
     EACH: gl.constexpr = BLOCK_SIZE // BLOCK_M
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
+    S: gl.constexpr = product_layout(BLOCK_M)
+    O: gl.constexpr = product_layout(BLOCK_D)
     none = gl.full([64, BLOCK_M], 0.0, gl.float32, S)
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))

@@ -24,6 +24,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     allocate_barriers,
     allocate_rows,
     load_rows,
+    product_layout,
     row_descriptor,
     store_rows,
 )
@@ -98,8 +99,8 @@ def _compute(
     OUT, LSE = results
     N, H = sizes
     v_empty, done = bars[5], bars[6]
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
+    S: gl.constexpr = product_layout(BLOCK_N)
+    O: gl.constexpr = product_layout(BLOCK_D)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))

@@ -36,6 +36,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     load_part,
     load_rows,
     look_up_parts,
+    product_layout,
     result_row,
     row_descriptor,
     seen_keys,
@@ -201,8 +202,8 @@ def _compute(
 ):  # fmt: skip
     PART_OUT, PART_LSE2, OUT, LSE = results
     v_empty, facts_full, done = bars[5], bars[6], bars[7]
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_D, 16])
+    S: gl.constexpr = product_layout(BLOCK_N)
+    O: gl.constexpr = product_layout(BLOCK_D)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))

@@ -88,6 +88,12 @@ def allocate_rows(dtype: gl.constexpr, BUFFERS: gl.constexpr, BLOCK: gl.constexp
     return gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, BLOCK_D], layout)
 
 
+@gluon.constexpr_function
+def product_layout(COLUMNS):
+    """How the result of a product of 64 rows lies in the registers of a group."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+
+
 @gluon.jit
 def row_descriptor(pointer, rows, step, D: gl.constexpr, BLOCK: gl.constexpr, BLOCK_D: gl.constexpr):
     """``rows`` rows of D elements, ``step`` elements apart, to be loaded in blocks."""
@@ -251,7 +257,7 @@ def in_fours(head_dim):
 
 @gluon.constexpr_function
 def whole_vectors(COLUMNS):
-    """Rows of 64 in four warps like the sums of products, but with 4 neighbouring columns in each thread."""
+    """The same rows in the same threads as ``product_layout``, but 4 neighbouring columns in each thread."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0]] + [[0, c] for c in (16, 32, 64) if c < COLUMNS],
         lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
@@ -268,21 +274,20 @@ def _by_row(x, L: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _sums(COLUMNS):
-    """How the sums of products of 64 rows lie in a group."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+def _part_layout(D, BLOCK_D):
+    return whole_vectors(BLOCK_D) if in_fours(D) else product_layout(BLOCK_D)
 
 
 @gluon.jit
 def load_part(PARTS, places, there, D: gl.constexpr, BLOCK_D: gl.constexpr):
     """Rows of parts, 0 where there is none. Their columns lie as ``store_part`` leaves them."""
-    L: gl.constexpr = whole_vectors(BLOCK_D) if in_fours(D) else _sums(BLOCK_D)
+    L: gl.constexpr = _part_layout(D, BLOCK_D)
     c = gl.arange(0, BLOCK_D, gl.SliceLayout(0, L))
     pointers = PARTS + _by_row(places, L)[:, None] * D + c[None, :]
     x = gl.load(pointers, mask=element_mask(_by_row(there, L), c, D, BLOCK_D), other=0.0)
     if in_fours(D):
         x = x.reshape([64, BLOCK_D // 16, 4, 2, 2]).permute((0, 1, 3, 2, 4)).reshape([64, BLOCK_D])
-    return gl.convert_layout(x, _sums(BLOCK_D), assert_trivial=True)
+    return gl.convert_layout(x, product_layout(BLOCK_D), assert_trivial=True)
 
 
 @gluon.jit
@@ -292,7 +297,7 @@ def store_part(PARTS, x, first, numbers, inside, D: gl.constexpr, BLOCK_D: gl.co
     Of every 16 columns the 4 that a thread has lie together, so that it writes and reads 16 bytes at a time without an
     exchange between threads. Only ``load_part`` and the portable kernels that add up parts (``IN_FOURS``) read them.
     """
-    L: gl.constexpr = whole_vectors(BLOCK_D) if in_fours(D) else _sums(BLOCK_D)
+    L: gl.constexpr = _part_layout(D, BLOCK_D)
     c = gl.arange(0, BLOCK_D, gl.SliceLayout(0, L))
     if in_fours(D):
         x = x.reshape([64, BLOCK_D // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, BLOCK_D])
@@ -361,7 +366,7 @@ def store_rows(OUT, x, start, step, numbers, inside, D: gl.constexpr, BLOCK_D: g
     Half precision: four threads exchange what they have of 32 columns. As it is, each would write 4 bytes at a time.
     """
     if OUT.dtype.element_ty == gl.float32:  # partial results of a ring
-        c = gl.arange(0, BLOCK_D, gl.SliceLayout(0, _sums(BLOCK_D)))
+        c = gl.arange(0, BLOCK_D, gl.SliceLayout(0, product_layout(BLOCK_D)))
         pointers = OUT + start + (numbers * step)[:, None] + c[None, :]
         gl.store(pointers, x, mask=element_mask(inside, c, D, BLOCK_D))
     else:
