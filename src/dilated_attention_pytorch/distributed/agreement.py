@@ -145,11 +145,11 @@ def _absent(group: dist.ProcessGroup) -> list[int]:
 
 
 def _look_for_others(group: dist.ProcessGroup, absent: list[int]) -> None:
-    store, mine = group.get_group_store(), dist.get_rank(group)
     names = [f"comparison {_comparisons[group]} of rank {rank}" for rank in range(dist.get_world_size(group))]
     stop = time.monotonic() + _SETTLE_S
     try:
-        store.set(names[mine], "failed")
+        store = group.get_group_store()
+        store.set(names[dist.get_rank(group)], "failed")
         while time.monotonic() < stop:
             time.sleep(0.1)
             absent[:] = [rank for rank, name in enumerate(names) if not store.check([name])]
