@@ -140,15 +140,15 @@ def measure(name: str, s: Setting, backends: list[str], flex: list[str]) -> list
     for kind in flex if s.flex else []:
         run = flex_call(s, kind)
         label = "flex" if kind == "full" else f"{kind}_flex"
-        others[label] = gpu.forward_and_backward(run, inputs, queued=True)
+        others[label] = gpu.forward_and_backward(run, inputs)
         theirs |= {f"{label}_{x}": e for x, e in errors_of(with_grads(run, inputs, dout), expected).items()}
     if s.dense:
-        others["dense"] = gpu.forward_and_backward(dense_call, inputs, queued=True)
-    dense_rates = gpu.dense_rates(gpu.Setting(gpu.FLAT, s.n, s.heads, s.head_dim, 2048), queued=True)
+        others["dense"] = gpu.forward_and_backward(dense_call, inputs)
+    dense_rates = gpu.dense_rates(gpu.Setting(gpu.FLAT, s.n, s.heads, s.head_dim, 2048))
     rows = []
     for backend in backends:
         run = lambda *x, b=backend: attention(*x, pattern, backend=b)  # noqa: E731
-        times = gpu.forward_and_backward(run, inputs, queued=True)
+        times = gpu.forward_and_backward(run, inputs)
         actual = with_grads(run, inputs, dout)
         with torch.no_grad():
             extra = peak_extra_bytes(lambda run=run: run(*inputs), gpu.GPU)

@@ -3,14 +3,18 @@
     PYTHONPATH=src python3 benchmarks/gpu.py [--only paper,gigapath] [--backends auto,sdpa,triton,authors,flex] [--out FILE]
 
 ``x dense`` is the rate over that of dense cuDNN attention of the same head size, type and causality at the typical tile
-length L = w / r, measured in the same run. Forward FLOPs are 4 D per pair, backward 2.5 times that.
+length L = w / r, measured in the same run, before and after. Forward FLOPs are 4 D per pair, backward 2.5 times that.
+Sequences above 16,384 tokens are measured at the power limit of the GPU, see ``steady_milliseconds``; shorter ones by
+single calls from Python, for which the GPU waits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +39,10 @@ class Setting:
     dense_length: int
     causal: bool = False
     dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def long(self) -> bool:
+        return self.n > 2**14
 
 
 PAPER = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
@@ -65,31 +73,42 @@ def tensors(s: Setting, batch: int = 1, n: int | None = None) -> list[torch.Tens
     return [torch.randn(shape, device=GPU, dtype=s.dtype).requires_grad_() for _ in range(3)]
 
 
-def milliseconds(call, repeats: int = 7, queued: bool = False) -> float:
-    """The median of events around single calls, after two that are not counted.
-
-    Queued calls follow one another as in training: where they take the GPU longer than Python, Python costs nothing.
-    Otherwise the GPU waits for each from Python's first line on.
-    """
+def milliseconds(call, repeats: int = 7) -> float:
+    """The median of events around single calls, after two that are not counted: the GPU waits for Python's first line."""
     for _ in range(2):
         call()
-    events = []
+    times = []
     for _ in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         stop.record()
-        if not queued:
-            torch.cuda.synchronize()
-        events.append((start, stop))
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return sorted(times)[repeats // 2]
+
+
+def steady_milliseconds(call, seconds: float = 0.5) -> float:
+    """The mean of calls that follow one another as in training, after as many that are not counted.
+
+    Attention takes an H200 to its 700 W: from then on its clock is what the power allows, 10 to 25 % below that of the
+    first milliseconds. Kernels are compared where they stay.
+    """
+    calls = max(3, math.ceil(seconds * 1e3 / milliseconds(call, 1)))
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for event in (start, stop):
+        for _ in range(calls):
+            call()
+        event.record()
     torch.cuda.synchronize()
-    return sorted(start.elapsed_time(stop) for start, stop in events)[repeats // 2]
+    return start.elapsed_time(stop) / calls
 
 
-def graph_milliseconds(call) -> float:
-    """Replays of a CUDA graph: without the cost of launching from Python."""
+def graph_milliseconds(make_call: Callable[[], Callable[[], object]]) -> float:
+    """Replays of a CUDA graph of a call that is made on the stream of the capture: without the cost of Python."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
+        call = make_call()
         call()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -98,16 +117,22 @@ def graph_milliseconds(call) -> float:
     return milliseconds(graph.replay)
 
 
-def forward_and_backward(function, inputs, queued: bool = False) -> tuple[float, float]:
+def gradients_of(function, inputs):
+    """A call of forward and backward together."""
+    dout = torch.randn_like(inputs[0])
+    return lambda: torch.autograd.grad(function(*inputs), inputs, dout)
+
+
+def forward_and_backward(function, inputs, steady: bool = True) -> tuple[float, float]:
+    timed = steady_milliseconds if steady else milliseconds
     with torch.no_grad():
-        forward = milliseconds(lambda: function(*inputs), queued=queued)
+        forward = timed(lambda: function(*inputs))
     out = function(*inputs)
     dout = torch.randn_like(out)
-    backward = milliseconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True), queued=queued)
-    return forward, backward
+    return forward, timed(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
 
 
-def dense_rates(s: Setting, queued: bool = False) -> tuple[float, float]:
+def dense_rates(s: Setting) -> tuple[float, float]:
     """TFLOP/s of dense attention at the typical tile length, enough of it to fill the GPU."""
     batch = max(1, 2**17 // s.dense_length)
 
@@ -120,7 +145,7 @@ def dense_rates(s: Setting, queued: bool = False) -> tuple[float, float]:
             return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=s.causal).transpose(1, 2)
 
     flops = batch * s.heads * s.head_dim * 4 * s.dense_length**2 / (2 if s.causal else 1)
-    forward, backward = forward_and_backward(dense, tensors(s, batch, s.dense_length), queued)
+    forward, backward = forward_and_backward(dense, tensors(s, batch, s.dense_length), s.long)
     return flops / forward / 1e9, 2.5 * flops / backward / 1e9
 
 
@@ -149,28 +174,31 @@ def measure(name: str, s: Setting, backend: str) -> dict:
         run = lambda *x: attention(*x, s.pattern, is_causal=s.causal, backend=backend)  # noqa: E731
     inputs = tensors(s)
     plan = compile_plan(s.pattern, s.n, s.heads, is_causal=s.causal)
-    forward, backward = forward_and_backward(run, inputs)
+    forward, backward = forward_and_backward(run, inputs, s.long)
+    both = gradients_of(run, inputs)
     with torch.no_grad():
         out = run(*inputs)
         extra = peak_extra_bytes(lambda: run(*inputs), GPU)
-    both_extra = peak_extra_bytes(lambda: torch.autograd.grad(run(*inputs), inputs, torch.ones_like(inputs[0])), GPU)
+    both_extra = peak_extra_bytes(both, GPU)
     row = {
         "setting": name,
         "backend": backend,
         "dtype": str(s.dtype),
         "forward_ms": forward,
         "backward_ms": backward,
+        "both_ms": steady_milliseconds(both) if s.long else milliseconds(both, 31),
         "forward_ns_per_token": forward * 1e6 / s.n,
         "backward_ns_per_token": backward * 1e6 / s.n,
         "forward_tflops": plan.flops(s.head_dim) / forward / 1e9,
         "backward_tflops": plan.flops(s.head_dim, backward=True) / backward / 1e9,
         "forward_extra_gib": extra / 2**30,
         "forward_extra_over_output": extra / (out.numel() * out.element_size()),
-        "both_extra_gib": (both_extra - inputs[0].numel() * inputs[0].element_size()) / 2**30,
+        "both_extra_gib": both_extra / 2**30,
     }
-    if s.n <= 2**14 and backend not in METHODS:  # those make tensors on the host
+    if not s.long and backend not in METHODS:  # those make tensors on the host
         with torch.no_grad():
-            row["forward_graph_ms"] = graph_milliseconds(lambda: run(*inputs))
+            row["forward_graph_ms"] = graph_milliseconds(lambda: lambda: run(*inputs))
+        row["both_graph_ms"] = graph_milliseconds(lambda: gradients_of(run, tensors(s)))
     row["relative_error"] = error(s, inputs, out)
     return row
 
@@ -194,23 +222,29 @@ def main() -> None:
         "rows": [],
     }
     print(
-        "setting          backend   forward ms  TFLOP/s  x dense  backward ms  TFLOP/s  x dense  extra GiB  both GiB  error"
+        "setting          backend   forward ms  TFLOP/s  x dense  backward ms  TFLOP/s  x dense  both ms"
+        "  extra GiB  both GiB  error"
     )
     for name in names:
         s = SETTINGS[name]
-        dense_forward, dense_backward = dense_rates(s)
+        before = dense_rates(s)
         for backend in options.backends.split(","):
             torch.cuda.empty_cache()
             row = measure(name, s, backend)
+            after = dense_rates(s)
+            dense_forward, dense_backward = ((x + y) / 2 for x, y in zip(before, after, strict=True))
+            before = after
             row |= {"dense_forward_tflops": dense_forward, "dense_backward_tflops": dense_backward}
             row["forward_x_dense"] = row["forward_tflops"] / dense_forward
             row["backward_x_dense"] = row["backward_tflops"] / dense_backward
             report["rows"].append(row)
-            graph = f" (graph {row['forward_graph_ms']:.3f})" if "forward_graph_ms" in row else ""
+            graphs = [f"{row[key]:.3f}" for key in ("forward_graph_ms", "both_graph_ms") if key in row]
+            graph = f" (graphs {', '.join(graphs)})" if graphs else ""
             print(
                 f"{name:16s} {backend:9s} {row['forward_ms']:10.3f}  {row['forward_tflops']:7.0f}  "
                 f"{row['forward_x_dense']:7.3f}  {row['backward_ms']:11.3f}  {row['backward_tflops']:7.0f}  "
-                f"{row['backward_x_dense']:7.3f}  {row['forward_extra_gib']:9.2f}  {row['both_extra_gib']:8.2f}  "
+                f"{row['backward_x_dense']:7.3f}  {row['both_ms']:7.3f}  {row['forward_extra_gib']:9.2f}  "
+                f"{row['both_extra_gib']:8.2f}  "
                 f"{row['relative_error']:.1e}{graph}",
                 flush=True,
             )

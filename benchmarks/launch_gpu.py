@@ -52,7 +52,7 @@ def measure(name: str, how: str) -> dict:
 
     with torch.no_grad():
         row = {"forward_ms": milliseconds(forward, 31), "forward_host_ms": host_milliseconds(forward)}
-        row["forward_graph_ms"] = graph_milliseconds(forward)
+        row["forward_graph_ms"] = graph_milliseconds(lambda: forward)
     row |= {"both_ms": milliseconds(both, 31), "both_host_ms": host_milliseconds(both)}
     print(f"{name:14s} {how:11s} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
     return {"setting": name, "launches": how} | row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ class Compiled:
         self.kernel, self.name = kernel, name
 
     def __getitem__(self, grid):
-        return lambda *values: self.kernel.called.append((self.name, grid, values))
+        return lambda *values, stream: self.kernel.called.append((self.name, grid, values))
 
 
 def test_later_calls_go_to_what_the_first_compiled():
@@ -84,6 +85,34 @@ def test_what_triton_may_tell_apart_is_compiled_apart():
     assert len(kernel.compiled) == before + 2
 
 
+def test_launches_have_scratch_memory_of_their_own(monkeypatch):
+    """Programs of the next launch begin before the last of this one are done."""
+    import triton
+
+    from dilated_attention_pytorch.backends.hopper import run as hopper
+
+    kept, taken = [], []
+
+    def empty(size, **_):
+        kept.append(torch.zeros(size, dtype=torch.int8))
+        return kept[-1]
+
+    def launches():
+        taken.extend((allocator[-1](size, 128, 0), size) for size in (384, 256, 1024, 128, 128, 1024, 4096))
+
+    allocator: list = []
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton, "set_allocator", allocator.append)
+    hopper.with_scratch(launches)
+    memory = [(x.data_ptr(), x.data_ptr() + x.numel()) for x in kept]
+    for begin, size in taken:
+        assert any(low <= begin and begin + size <= high for low, high in memory)
+    ends = sorted((begin, begin + size) for begin, size in taken)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
+    assert len(kept) < len(taken)
+
+
 @pytest.mark.parametrize("package", ["hopper", "triton"])
 @pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
 @pytest.mark.parametrize("queries", [200, 7])
@@ -103,6 +132,8 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
         how = portable.Tiles(64, strides, portable.SUM, scale=0.25)
         attend, add_parts = (), getattr(portable, f"{which}_calls")(todo, how)
     assert len(attend) + len(add_parts) == len(todo.launches)
+    # The first reads what other kernels wrote: it begins when these are done. The others begin earlier.
+    assert [call.constants["launch_pdl"] for call in attend] == [i > 0 for i in range(len(attend))]
     expected = {"N": queries, "M": 200, "H": 6, "G": 3, "group": 2, "parts": todo.groups, "q_shift": 200 - queries}
     for name, each in zip(read, strides, strict=True):
         expected |= {f"{name}_stride_{axis}": stride for axis, stride in zip("bnh", each, strict=False)}
@@ -119,7 +150,7 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
         checked = [name for name in names if name in numbers]
         assert len(checked) >= 7 + 3 * len(read)
         assert [bound[name] for name in checked] == [numbers[name] for name in checked]
-        options = {"num_warps", "num_stages", "maxnreg"}
+        options = {"num_warps", "num_stages", "maxnreg", "launch_pdl"}
         assert set(names[first + len(arguments) :]) == set(call.constants) - options
 
 

@@ -105,6 +105,8 @@ def test_hopper_kernels(kernel, head_dim):
     several = compiled_together([[f"hopper {kernel}", *case] for case in cases])
     for case, used in zip(cases, several, strict=True):
         check_hopper(kernel, used, single_results=case[4:] == [True])
+        assert used["next_may_begin"]
+        assert used["waits_for_last"] == (case[3] > 0)  # whose parts it adds
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])

@@ -32,6 +32,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     known,
     leave,
     leave_parts,
+    let_next_begin,
     load_part,
     load_rows,
     look_up_parts,
@@ -40,6 +41,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     row_descriptor,
     store_part,
     store_rows,
+    wait_for_last_launch,
     wait_held,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LAST, LOG2_E
@@ -102,6 +104,7 @@ def _produce_dkv(
     LSE, DELTA = statistics
     N, M, H, G, parts = sizes
     done, facts_full, facts_empty = bars[6], bars[7], bars[8]
+    let_next_begin()
     counter = 0
     number = 0
     unit = 0  # a query head of an item
@@ -278,6 +281,7 @@ def _compute_dkv(
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, K_ROWS).to(gl.int32)
         dk = dk * scale
         if PARTS > 0:
+            wait_for_last_launch()
             positions = item_positions(facts, slot, own)
             for child in range(known(facts, slot, CHILDREN).to(gl.int32)):
                 places, there = find_part(facts, slot, child, positions, inside, PARTS)

@@ -37,6 +37,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     known,
     leave,
     leave_parts,
+    let_next_begin,
     load_keys,
     load_part,
     load_rows,
@@ -47,6 +48,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     seen_keys,
     store_part,
     store_rows,
+    wait_for_last_launch,
     wait_held,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LOG2_E
@@ -91,6 +93,7 @@ def _produce_dq(
     LSE, DELTA = statistics
     N, H, G, parts = sizes
     facts_full, done = bars[6], bars[7]
+    let_next_begin()
     counter = 0
     number = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -235,6 +238,7 @@ def _compute_dq(
         # While the last product runs: the first part to be added.
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, Q_ROWS).to(gl.int32)
         if PARTS > 0:
+            wait_for_last_launch()
             positions = item_positions(facts, slot, own)
             places, there = find_part(facts, slot, 0, positions, inside, PARTS)
             part = load_part(PART_DQ, places, there, D, BLOCK_D)

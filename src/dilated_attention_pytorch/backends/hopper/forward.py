@@ -32,6 +32,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     known,
     leave,
     leave_parts,
+    let_next_begin,
     load_keys,
     load_part,
     load_rows,
@@ -42,6 +43,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     seen_keys,
     store_part,
     store_rows,
+    wait_for_last_launch,
     wait_held,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LN_2
@@ -73,6 +75,7 @@ def _produce(
     Q, K, V = tensors
     N, H, G, parts = sizes
     facts_full, done = bars[6], bars[7]
+    let_next_begin()
     counter = 0  # blocks of keys so far
     number = 0  # items so far
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -230,6 +233,7 @@ def _compute(
         # While the last product runs: the first part to be added.
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, Q_ROWS).to(gl.int32)
         if PARTS > 0:
+            wait_for_last_launch()
             positions = item_positions(facts, slot, own)
             places, there = find_part(facts, slot, 0, positions, inside, PARTS)
             part_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))

@@ -17,6 +17,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dilated_attention_pytorch.backends.triton.primitives import (
     find_family,
@@ -50,6 +51,18 @@ def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr):
     heads = key_head * group + member, key_head
     starts = q_start.to(gl.int32), k_start.to(gl.int32)
     return row, block * ROWS, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride.to(gl.int32), causal
+
+
+@gluon.jit
+def let_next_begin():
+    """Let programs of the next launch of this call take the multiprocessors that this one leaves; for the producer."""
+    gdc_launch_dependents()
+
+
+@gluon.jit
+def wait_for_last_launch():
+    """Wait until the launch before this one is done, whose parts are added now; for the groups."""
+    gdc_wait()
 
 
 @gluon.jit

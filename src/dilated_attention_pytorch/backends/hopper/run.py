@@ -25,6 +25,8 @@ from dilated_attention_pytorch.tiles import positive_scale
 
 # Per thread at the start: 12 warps share 65,536. The computing ones then take some from the loading one.
 _START_REGISTERS = 168
+# Scratch memory is taken for this many launches at once.
+_LAUNCHES = 4
 # Kernels that add parts have room in shared memory for what is known of this many, or of a larger power of 2.
 LEAST_PARTS = 8
 
@@ -48,12 +50,16 @@ def aligned(x: Tensor) -> Tensor:
 def with_scratch(call: Callable[[], None]) -> None:
     """Launch kernels that make descriptors; the allocator of other code stays what it is."""
     memory: list[Tensor] = []
+    left = 0
 
-    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-        # Kernels of one stream run one after the other, so all can have the same.
-        if not memory or memory[-1].numel() < size:
-            memory.append(torch.empty(size, dtype=torch.int8, device=torch.cuda.current_device()))
-        return memory[-1]
+    def scratch(size: int, alignment: int, stream: int | None) -> int:
+        # Each launch has its own: the programs of the next begin before the last of this one are done.
+        nonlocal left
+        if left < size:
+            left = _LAUNCHES * size
+            memory.append(torch.empty(left, dtype=torch.int8, device=torch.cuda.current_device()))
+        left -= size
+        return memory[-1].data_ptr() + left
 
     def inside() -> None:
         triton.set_allocator(scratch)
@@ -113,13 +119,14 @@ def _calls(
     **mode: Any,
 ) -> _Calls:
     """The launches that attend, and those that only add up parts, which are ``sums`` of the portable kernels."""
-    attend = []
+    attend: list[Call] = []
     for one in todo.launches:
         if one.attends:
             programs = min(one.programs, _multiprocessors(one.table.device))
             counts = one.table.shape[0], one.programs
             tables = one.table, todo.layout, todo.offsets
-            all_constants = {**mode, **_table_constants(config, head_dim, one)}
+            # All but the first begin before the one before is done, see pieces.wait_for_last_launch.
+            all_constants = {**mode, **_table_constants(config, head_dim, one), "launch_pdl": bool(attend)}
             attend.append(Call(kernel, programs, tables, (*counts, *run.row_strides(strides), *numbers), all_constants))
     portable_calls = sums(todo, run.Tiles(head_dim, strides, run.SUM, in_fours=in_fours(head_dim)))
     add_parts = (call for one, call in zip(todo.launches, portable_calls, strict=True) if not one.attends)

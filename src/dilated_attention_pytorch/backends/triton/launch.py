@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from triton.runtime import driver
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,14 +40,16 @@ def launch(calls: Iterable[Call], tensors: tuple[Tensor, ...]) -> None:
     addresses: of a tensor they would ask for its address and then ask the driver whose that is.
     """
     addresses = [x.data_ptr() for x in tensors]
-    kind = (tensors[0].device, *[address % 16 == 0 for address in addresses], *[x.dtype for x in tensors])
+    device = tensors[0].device
+    stream = None if device.type != "cuda" else driver.active.get_current_stream(device.index)
+    kind = (device, *[address % 16 == 0 for address in addresses], *[x.dtype for x in tensors])
     for call in calls:
         found = call.compiled.get(kind)
         if found is None:
             call.first(kind, tensors)
         else:
             run, values = found
-            run(*addresses, *values)
+            run(*addresses, *values, stream=stream)
 
 
 # Of launches without tables of their own, by all that makes them: the call holds the kernel, whose id is in the key.
