@@ -216,6 +216,7 @@ def compiled_usage(source, function, constants, size, options, single=()):
             for loop in sass.product_loops(code)
         ],
         "overwritten_operands": sass.overwritten_operands(code),
+        "arrivals": sass.arrivals(compiled.asm["ptx"]),
     }
 
 

@@ -1,4 +1,4 @@
-"""Reading machine code (SASS): what the loops around the tensor cores do."""
+"""Reading machine code (SASS) and PTX: what the loops around the tensor cores do, and what orders shared memory."""
 
 from __future__ import annotations
 
@@ -57,3 +57,22 @@ def overwritten_operands(sass: str) -> list[str]:
         if any(set(written(text)) & registers for registers in [*running, current]):
             found.append(text)
     return found
+
+
+def arrivals(ptx: str) -> tuple[int, list[str]]:
+    """How many arrivals at barriers in shared memory there are, and those before which the warps did not synchronise.
+
+    One thread arrives for all, so what the others did to shared memory must be done: a barrier of the group or of the warp
+    stands between the two.
+    """
+    number, bare, last = 0, [], ""
+    for line in map(str.strip, ptx.splitlines()):
+        if re.search(r"\b(st|ld)\.shared|\b(ld|st)matrix|wgmma\.wait_group", line):
+            last = line
+        elif re.search(r"\b(bar|barrier|bar\.warp)\.sync", line):
+            last = ""
+        elif re.search(r"mbarrier\.arrive\.shared", line):
+            number += 1
+            if last:
+                bare.append(f"{last} ... {line}")
+    return number, bare

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import sass
 from dilated_attention_pytorch.backends.triton.configs import _HOPPER
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
@@ -123,6 +124,9 @@ def check_hopper(kernel, used, single_results=False):
     assert used["tensor_copies"]
     assert used["shared_bytes"] <= SHARED_LIMIT
     assert used["overwritten_operands"] == []
+    number, bare = used["arrivals"]
+    assert number >= 6
+    assert bare == []
     # Rows go 16 bytes at a time; what does not is lse, two rows of each thread.
     if not single_results:
         assert used["narrow_stores"] == (4 if kernel == "forward" else 0)
@@ -131,3 +135,13 @@ def check_hopper(kernel, used, single_results=False):
         # Spilled scalars are for before and after the loop. A wait per product is how the assembler serialises them all.
         assert loop["local_memory"] <= 0.02 * loop["instructions"]
         assert loop["waits"] <= 3 < loop["products"]
+
+
+def test_arrivals_without_a_barrier_are_found():
+    write, sync, product = "st.shared.b64 [%r1], %rd1;", "bar.warp.sync -1;", "wgmma.wait_group.sync.aligned 0;"
+    arrive, group_sync = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r2];", "bar.sync 2, 128;"
+    assert sass.arrivals("\n".join([write, sync, arrive, product, group_sync, arrive])) == (2, [])
+    number, bare = sass.arrivals("\n".join([write, sync, write, arrive, group_sync, arrive]))
+    assert number == 2
+    assert bare == [f"{write} ... {arrive}"]
+    assert len(sass.arrivals(f"{product}\n{arrive}")[1]) == 1

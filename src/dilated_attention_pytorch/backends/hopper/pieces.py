@@ -10,6 +10,9 @@ places, for even and odd items, and a barrier that says when an item is done and
 
 Only the producer reads the tables. It is ahead of the groups, so nobody waits for its loads and divisions; what a group has
 to know about an item (FACTS, PART_FACTS) it reads from shared memory, where it has two places as well.
+
+The programs of a call's later launches begin as multiprocessors come free, before the launch before them is done
+(programmatic dependent launch). They read nothing that it writes but the parts they add, and wait for it before that.
 """
 
 from __future__ import annotations
