@@ -46,6 +46,7 @@ def check(pattern, tensors, causal, *, exact=oracle.attention, **options):
         ([48, 96], [2, 4], 100, 100),  # no branch covers all rows
         ([64], [1], 65, 65),  # one launch, one row left over
         ([64, 256], [1, 4], 20, 150),  # decoding
+        ([32, 28, 50, 104], [1, 2, 6, 12], 130, 130),  # rate 6 is added to 2, in segments of no multiple of 6
     ],
 )
 def test_every_shape_of_tile(segments, rates, n, m, causal):
@@ -144,8 +145,8 @@ def test_bit_for_bit():
     ("n", "m", "lengths"), [(100, 100, None), (17, 100, None), (100, 100, (100, 63)), (17, 100, (97, 84))]
 )
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rates", [[1, 3, 2], [2, 3, 4], [1, 2, 4], [2, 4, 12]])
-@pytest.mark.parametrize("lengths_w", [(16, 50, 1000), (16, 48, 96)])
+@pytest.mark.parametrize("rates", [[1, 3, 2], [2, 3, 4], [1, 2, 4], [2, 4, 12], [1, 6, 2]])
+@pytest.mark.parametrize("lengths_w", [(16, 50, 1000), (16, 48, 96), (16, 50, 28)])
 def test_every_row_has_one_writer_and_every_part_one_reader(n, m, lengths, causal, rates, by_keys, lengths_w):
     """The tables alone: no two tiles write one row, and each part is read once, after it was written, where it lies."""
     from dilated_attention_pytorch.backends.triton.tables import COLUMNS, work
@@ -206,9 +207,20 @@ def test_a_denser_branch_adds_the_parts_of_the_sparser_ones_it_covers():
     problem = Problem(pattern, False, 1, 2**16, 2**16, 12, 12, None, None)
     todo = work(problem, block=128, by_keys=False, device=torch.device("cpu"))
     rates = [sorted({row[COLUMNS.index("row_stride")] for row in launch.table.tolist()}) for launch in todo.launches]
-    # 16384 is no multiple of 6: its rows have other rests in every segment, so 6 and 12 are added at the end.
-    assert rates == [[4, 6, 12], [2], [1]]
-    assert [launch.children for launch in todo.launches] == [0, 1, 3]
+    # 16384 is no multiple of 6 and 32768 none of 12: rows have other rests by 6 and by 12 in every segment. But segments
+    # begin at even rows, and at multiples of 4: 6 is added to 2, and 12 to 4.
+    assert rates == [[6, 12], [4], [2], [1]]
+    assert [launch.children for launch in todo.launches] == [0, 1, 2, 1]
+
+
+def test_a_branch_that_misses_rows_of_a_sparser_one_does_not_add_its_parts():
+    from dilated_attention_pytorch.backends.triton.tables import work
+    from dilated_attention_pytorch.problem import Problem
+
+    for lengths, rates in (([16, 30, 45], [1, 2, 4]), ([16, 15, 32], [1, 2, 4]), ([16, 32, 32], [1, 2, 3])):
+        problem = Problem(Dilated(lengths, rates), False, 1, 256, 256, 4, 4, None, None)
+        todo = work(problem, block=128, by_keys=False, device=torch.device("cpu"))
+        assert [launch.children for launch in todo.launches] == [0, 2]
 
 
 def test_a_single_branch_adds_no_parts():

@@ -5,8 +5,9 @@ result belongs to one tile. All groups but the last write *parts*: compact float
 twice. A group whose rows another, denser group has as well (rate 4 and rate 2, say) is that group's *child*: the denser one
 adds the child's part to its own result before it writes that. The last group, the densest, covers all rows; it adds what
 is left and writes the result, once. If no group covers all rows, a kernel without attention adds up what is left. Groups
-whose children are done go in one launch: rates 1, 2, 4, 12 are the launches {12}, {4}, {2}, {1}. (Only where segments begin
-at multiples of the rate are the rows of a rate always the same; w = 16384 with rate 6 is added at the end.)
+whose children are done go in one launch: rates 1, 2, 4, 12 are the launches {12}, {4}, {2}, {1}. Segments must begin at
+multiples of the denser rate, so that the rows of both keep their rests by it: segments of 16384 begin at many rests by 6,
+but at even rows, so a group of rate 6 there is a child of one of rate 2, and has no children itself.
 
 Layout of parts: a group of segment length w and rate r keeps ``capacity`` rows for each head and each of the ``segments``
 that hold rows of the result. The row of head ``h`` of a sample ``b`` of a sequence, at position ``i``, is, for offset ``o``
@@ -145,19 +146,16 @@ def _group_layout(rows: range, w: int, r: int) -> tuple[int, int, int, int, int,
 
 def _covers(problem: Problem, length: int, dense: TileFamily, sparse: TileFamily) -> bool:
     """Whether one branch has every row that a sparser one has, for every head."""
-
-    def regular(family: TileFamily) -> bool:
-        """The rows of a head have the same rest in every segment: segments begin at multiples of the rate."""
-        w, r = problem.pattern.branches[family.branch]
-        return w % r == 0 or w >= length
-
-    if not regular(dense) or not regular(sparse) or sparse.row_stride % dense.row_stride:
+    rate = dense.row_stride
+    lengths = [problem.pattern.branches[family.branch][0] for family in (dense, sparse)]
+    if sparse.row_stride % rate or any(w % rate and w < length for w in lengths):
         return False
+    # Segments of both begin at multiples of the rate: a head's rows have the rest of its offset in all of them.
     offsets = [
         [problem.pattern.offset(g, problem.key_heads, family.row_stride) for g in range(problem.key_heads)]
         for family in (dense, sparse)
     ]
-    return all(s % dense.row_stride == d for d, s in zip(*offsets, strict=True))
+    return all(s % rate == d for d, s in zip(*offsets, strict=True))
 
 
 def _tree(problem: Problem, groups: list[list[_Placed]], root: int, square: bool) -> list[list[int]]:
