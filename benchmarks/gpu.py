@@ -91,7 +91,7 @@ def milliseconds(call, repeats: int = 7) -> float:
 def steady_milliseconds(call, seconds: float = 0.5) -> float:
     """The mean of calls that follow one another as in training, after as many that are not counted.
 
-    Attention takes an H200 to its 700 W: from then on its clock is what the power allows, 10 to 25 % below that of the
+    Attention takes an H200 to its 700 W: from then on its clock is what the power allows, 7 to 20 % below that of the
     first milliseconds. Kernels are compared where they stay.
     """
     calls = max(3, math.ceil(seconds * 1e3 / milliseconds(call, 1)))

@@ -204,8 +204,7 @@ def compiled_usage(source, function, constants, size, options, single=()):
         "single_loads": len(re.findall(r"ld\.global\S*\.b16", compiled.asm["ptx"])),
         "narrow_stores": len(re.findall(r"\bSTG\.E(?!\.128)", code)),
         "tensor_copies": "cp.async.bulk.tensor" in compiled.asm["ptx"],
-        "next_may_begin": "griddepcontrol.launch_dependents" in compiled.asm["ptx"],
-        "waits_for_last": "griddepcontrol.wait" in compiled.asm["ptx"],
+        "memory_order": sass.memory_order(code),
         "loops": [
             {
                 "instructions": len(loop),

@@ -76,3 +76,10 @@ def arrivals(ptx: str) -> tuple[int, list[str]]:
             if last:
                 bare.append(f"{last} ... {line}")
     return number, bare
+
+
+def memory_order(sass: str) -> str:
+    """What a kernel does, as its code lies: B, the next launch may begin; W, wait for the last; L, read; S, write."""
+    letters = {"PREEXIT": "B", "ACQBULK": "W", "LDG": "L", "STG": "S"}
+    names = (text.split()[1 if text.startswith("@") else 0].split(".")[0] for _, text in instructions(sass))
+    return "".join(letters.get(name, "") for name in names)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 from dilated_attention_pytorch import Dilated
+from dilated_attention_pytorch.backends.triton import launch as launching
 from dilated_attention_pytorch.backends.triton import tables
 from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
 from dilated_attention_pytorch.backends.triton.tables import work
@@ -24,7 +27,7 @@ class Kernel:
     arg_names = ("X", "n", "scale", "BLOCK", "FLAG")
 
     def __init__(self) -> None:
-        self.compiled, self.called = [], []
+        self.compiled, self.called, self.streams = [], [], []
 
     def __getitem__(self, grid):
         def first_call(*values, **constants):
@@ -39,7 +42,11 @@ class Compiled:
         self.kernel, self.name = kernel, name
 
     def __getitem__(self, grid):
-        return lambda *values, stream: self.kernel.called.append((self.name, grid, values))
+        def run(*values, stream):
+            self.kernel.called.append((self.name, grid, values))
+            self.kernel.streams.append(stream)
+
+        return run
 
 
 def test_later_calls_go_to_what_the_first_compiled():
@@ -91,26 +98,49 @@ def test_launches_have_scratch_memory_of_their_own(monkeypatch):
 
     from dilated_attention_pytorch.backends.hopper import run as hopper
 
-    kept, taken = [], []
+    taken: list[tuple[int, int]] = []
+    memory: list[weakref.ref] = []
+    empty = torch.empty
 
-    def empty(size, **_):
-        kept.append(torch.zeros(size, dtype=torch.int8))
-        return kept[-1]
+    def noted(*arguments, **options):
+        memory.append(weakref.ref(tensor := empty(*arguments, **options)))
+        return tensor
 
     def launches():
-        taken.extend((allocator[-1](size, 128, 0), size) for size in (384, 256, 1024, 128, 128, 1024, 4096))
+        assert len(memory) == 1  # taken before the first launch
+        for programs in (3, 132, 1, 132):
+            begin = allocator[-1](programs * 1024, 128, 0)
+            taken.append((begin, begin + programs * 1024))
+        kept = memory[0]()
+        assert kept is not None
+        assert all(kept.data_ptr() <= begin and end <= kept.data_ptr() + kept.numel() for begin, end in taken)
+        assert all((begin - kept.data_ptr()) % 128 == 0 for begin, _ in taken)
 
     allocator: list = []
-    monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "empty", noted)
     monkeypatch.setattr(triton, "set_allocator", allocator.append)
-    hopper.with_scratch(launches)
-    memory = [(x.data_ptr(), x.data_ptr() + x.numel()) for x in kept]
-    for begin, size in taken:
-        assert any(low <= begin and begin + size <= high for low, high in memory)
-    ends = sorted((begin, begin + size) for begin, size in taken)
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
-    assert len(kept) < len(taken)
+    hopper.with_scratch(launches, 3 + 132 + 1 + 132, torch.device("cpu"))
+    assert len(memory) == 1
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(sorted(taken)))
+
+
+class OnSecondGpu:
+    """Stands for a tensor on another GPU than the current one."""
+
+    device, dtype = torch.device("cuda", 1), torch.float32
+
+    def data_ptr(self):
+        return 4096
+
+
+def test_kernels_are_launched_on_the_stream_of_their_tensors(monkeypatch):
+    kernel, x = Kernel(), OnSecondGpu()
+    streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: f"stream of {index}"))
+    monkeypatch.setattr(launching, "driver", streams)
+    call = Call(kernel, 3, (), (32, 0.5), {"FLAG": True, "BLOCK": 32})
+    launch((call,), (x,))
+    launch((call,), (x,))
+    assert kernel.streams == ["stream of 1"]
 
 
 @pytest.mark.parametrize("package", ["hopper", "triton"])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import backends
@@ -138,7 +139,8 @@ def attend_(
 ) -> None:
     """Write ``out`` (float32) and ``lse``, which hold nothing yet."""
     if problem.plans():
-        lse = _run(backend).forward(problem, query, key, value, scale=scale, out=out)[1]
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+            lse = _run(backend).forward(problem, query, key, value, scale=scale, out=out)[1]
         lse_bnh.copy_(lse.transpose(1, 2))
 
 
@@ -157,4 +159,5 @@ def add_gradients_(
     if problem.plans():
         dout, out, lse_bnh = by_row
         lse, dlse = (None if x is None else x.transpose(1, 2).contiguous() for x in (lse_bnh, dlse_bnh))
-        _run(backend).backward(problem, dout, dlse, *qkv, out, lse, scale=scale, detach_mixing=False, grads=grads)
+        with torch.cuda.device_of(dout):  # type: ignore[no-untyped-call]
+            _run(backend).backward(problem, dout, dlse, *qkv, out, lse, scale=scale, detach_mixing=False, grads=grads)

@@ -12,7 +12,8 @@ Only the producer reads the tables. It is ahead of the groups, so nobody waits f
 to know about an item (FACTS, PART_FACTS) it reads from shared memory, where it has two places as well.
 
 The programs of a call's later launches begin as multiprocessors come free, before the launch before them is done
-(programmatic dependent launch). They read nothing that it writes but the parts they add, and wait for it before that.
+(programmatic dependent launch). They read nothing that it writes but the parts they add, and wait for it before that. Every
+program of them has an item and so waits: where a launch is done, all before it are.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from dilated_attention_pytorch.tiles import positive_scale
 
 # Per thread at the start: 12 warps share 65,536. The computing ones then take some from the loading one.
 _START_REGISTERS = 168
-# Scratch memory is taken for this many launches at once.
-_LAUNCHES = 4
+# Of a program, for descriptors: two places of 128 bytes for each of at most four tensors.
+_SCRATCH_BYTES = 1024
 # Kernels that add parts have room in shared memory for what is known of this many, or of a larger power of 2.
 LEAST_PARTS = 8
 
@@ -47,19 +47,18 @@ def aligned(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)  # contiguous() may return x itself
 
 
-def with_scratch(call: Callable[[], None]) -> None:
-    """Launch kernels that make descriptors; the allocator of other code stays what it is."""
-    memory: list[Tensor] = []
-    left = 0
+def with_scratch(call: Callable[[], None], programs: int, device: torch.device) -> None:
+    """Launch kernels of so many programs that make descriptors; the allocator of other code stays what it is."""
+    # All of it before the first launch, which waits for whatever had this memory before; each launch has its own, because
+    # the programs of the next begin before the last of this one are done.
+    memory = torch.empty(programs * _SCRATCH_BYTES, dtype=torch.int8, device=device)
+    left = memory.numel()
 
     def scratch(size: int, alignment: int, stream: int | None) -> int:
-        # Each launch has its own: the programs of the next begin before the last of this one are done.
         nonlocal left
-        if left < size:
-            left = _LAUNCHES * size
-            memory.append(torch.empty(left, dtype=torch.int8, device=torch.cuda.current_device()))
         left -= size
-        return memory[-1].data_ptr() + left
+        assert left >= 0, "more descriptors than the kernels are known to make"
+        return memory.data_ptr() + left
 
     def inside() -> None:
         triton.set_allocator(scratch)
@@ -74,13 +73,13 @@ def launch_persistent(
     """One program for each multiprocessor, which share the items."""
     if items:
         programs = min(items, _multiprocessors(tensors[0].device))
-        with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, constants))
+        with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, constants), programs, tensors[0].device)
 
 
 def _launch(calls: _Calls, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
     """Launches that attend, then those that only add up parts, which do not read what they take as seed and positions."""
     attend, add_parts = calls
-    with_scratch(lambda: launch(attend, tensors))
+    with_scratch(lambda: launch(attend, tensors), sum(call.programs for call in attend), lse.device)
     if add_parts:
         launch(add_parts, (*tensors, lse, lse))
 
@@ -125,7 +124,8 @@ def _calls(
             programs = min(one.programs, _multiprocessors(one.table.device))
             counts = one.table.shape[0], one.programs
             tables = one.table, todo.layout, todo.offsets
-            # All but the first begin before the one before is done, see pieces.wait_for_last_launch.
+            # All but the first begin before the one before is done, and wait where they add parts: all of them do.
+            assert bool(attend) == (one.children > 0)
             all_constants = {**mode, **_table_constants(config, head_dim, one), "launch_pdl": bool(attend)}
             attend.append(Call(kernel, programs, tables, (*counts, *run.row_strides(strides), *numbers), all_constants))
     portable_calls = sums(todo, run.Tiles(head_dim, strides, run.SUM, in_fours=in_fours(head_dim)))
