@@ -283,6 +283,51 @@ def test_hopper_serves_what_triton_serves():
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, msg=lambda m, name=name, o=options: f"{o} {name}: {m}")
 
 
+# Five launches of which each adds the part of the last; and rates 6 and 12 in segments that are no multiples of them.
+CHAINS = [Dilated([256, 512, 1024, 2048, 4096], [1, 2, 4, 8, 16]), Dilated([256, 512, 1024, 2048, 4096], [1, 2, 4, 6, 12])]
+
+
+@HOPPER
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("pattern", CHAINS, ids=["powers", "paper"])
+def test_hopper_launches_that_begin_before_the_last_is_done(pattern, causal):
+    q, k, v, dout = torch.randn(4, 1, 9000, 16, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
+    dlse = torch.randn(1, 16, 9000, device="cuda")
+    ours, others = (
+        run(lambda *x, b=b: attention(*x, pattern, is_causal=causal, backend=b, return_lse=True), q, k, v, dout, dlse)
+        for b in ("hopper", "triton")
+    )
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, others, strict=True):
+        assert (a - b).float().norm() < 1e-2 * b.float().norm(), name
+
+
+@HOPPER
+@pytest.mark.parametrize("pattern", CHAINS, ids=["powers", "paper"])
+def test_hopper_launches_in_a_captured_graph(pattern):
+    """Forward and backward; the inputs change between replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        inputs = [torch.randn(1, 9000, 16, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+        dout = torch.randn_like(inputs[0])
+
+        def call():
+            out = attention(*inputs, pattern, backend="hopper")
+            return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = call()
+        for _ in range(3):
+            with torch.no_grad():
+                for x in inputs:
+                    x.copy_(torch.randn_like(x))
+            graph.replay()
+            for a, b in zip(captured, call(), strict=True):
+                assert torch.equal(a, b)
+    torch.cuda.synchronize()
+
+
 @HOPPER
 def test_hopper_copies_what_lies_at_odd_addresses():
     """Contiguous, but two bytes behind a multiple of 16: what views of flat buffers look like."""
