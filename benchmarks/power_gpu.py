@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import triton
 from gpu import GPU, PAPER, WIDE
 
 from dilated_attention_pytorch import Dilated
@@ -46,14 +47,27 @@ def busy(call, seconds: float) -> float:
 
 def measure(name: str, call, flops: float) -> dict:
     busy(call, 1.0)
-    with subprocess.Popen(QUERY, stdout=subprocess.PIPE, text=True) as watch:
-        ms = busy(call, 1.2)
-        watch.kill()
+    which = ["-i", f"GPU-{torch.cuda.get_device_properties(GPU).uuid}"]
+    with subprocess.Popen(QUERY + which, stdout=subprocess.PIPE, text=True) as watch:
+        try:
+            ms = busy(call, 1.2)
+        finally:
+            watch.kill()
         read = [tuple(map(float, line.split(","))) for line in watch.stdout if line.count(",") == 1]
+    if not read:
+        raise SystemExit("nvidia-smi has told neither clock nor power")
     clock, watts = (statistics.median(x[i] for x in read) for i in range(2))
     cores = torch.cuda.get_device_properties(GPU).multi_processor_count
     rate = flops / ms / 1e9
-    row = {"name": name, "ms": ms, "tflops": rate, "mhz": clock, "watts": watts, "pj_per_flop": watts / rate}
+    row = {
+        "name": name,
+        "readings": len(read),
+        "ms": ms,
+        "tflops": rate,
+        "mhz": clock,
+        "watts": watts,
+        "pj_per_flop": watts / rate,
+    }
     row["of_peak"] = rate / (cores * 4096 * clock / 1e6)
     print(
         f"{name:32s} {ms:8.3f} ms {rate:5.0f} TFLOP/s {clock:6.0f} MHz {watts:4.0f} W {row['pj_per_flop']:6.3f} pJ/FLOP "
@@ -97,7 +111,14 @@ def main() -> None:
     rows = [measure("matrix product of 8192", lambda: a @ b, 2 * 8192**3)]
     rows += rows_of(12, 64, PAPER) + rows_of(16, 128, WIDE)
     if options.out:
-        report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        report = {
+            "command": "PYTHONPATH=src python3 benchmarks/power_gpu.py",
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cudnn": torch.backends.cudnn.version(),
+            "rows": rows,
+        }
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
