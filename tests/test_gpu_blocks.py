@@ -241,6 +241,18 @@ def test_more_than_2_to_the_31_elements(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_read_nothing_are_0_whatever_others_hold(backend):
+    table = torch.ones(3, 3, dtype=torch.bool)
+    table[1], table[:, 0] = False, False
+    q, k, v = (x.detach() for x in inputs(1, 384, 384, 2, 2, 64, torch.bfloat16))
+    v[:, :128] = torch.nan
+    out, lse = attention(q, k, v, BlockSparse.custom(table, block_size=128), backend=backend, return_lse=True)
+    assert (out[:, 128:256] == 0).all()
+    assert (lse[:, :, 128:256] == -torch.inf).all()
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_in_a_cuda_graph(backend):
     pattern = BlockSparse.from_config(SparsePatternConfig("local_window", 0.3, block_size=128))
     q, k, v = (x.detach() for x in inputs(1, 1000, 1000, 4, 2, 64, torch.bfloat16))

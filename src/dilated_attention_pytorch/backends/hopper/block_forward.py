@@ -132,7 +132,8 @@ def _compute(
         total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
         m2_o = gl.convert_layout(m2, gl.SliceLayout(1, O))
         something = total_o > 0.0
-        out = acc * gl.where(something, 1.0 / total_o, 0.0)[:, None]
+        # An empty list is served as one block with weights 0, whose values may be anything.
+        out = gl.where(something[:, None], acc * (1.0 / total_o)[:, None], 0.0)
         lse = gl.where(something, (m2_o + gl.log2(total_o)) * LN_2, float("-inf"))
         first_row = starts[0] + begin
         gl.store(LSE + (sample.to(gl.int64) * H + head) * N + first_row + numbers, lse, mask=inside)
