@@ -124,9 +124,9 @@ def _calls(
             programs = min(one.programs, _multiprocessors(one.table.device))
             counts = one.table.shape[0], one.programs
             tables = one.table, todo.layout, todo.offsets
-            # All but the first begin before the one before is done, and wait where they add parts: all of them do.
-            assert bool(attend) == (one.children > 0)
-            all_constants = {**mode, **_table_constants(config, head_dim, one), "launch_pdl": bool(attend)}
+            # Those that add parts begin before the one before is done, and wait there. The first reads what others wrote.
+            early = bool(attend) and one.children > 0
+            all_constants = {**mode, **_table_constants(config, head_dim, one), "launch_pdl": early}
             attend.append(Call(kernel, programs, tables, (*counts, *run.row_strides(strides), *numbers), all_constants))
     portable_calls = sums(todo, run.Tiles(head_dim, strides, run.SUM, in_fours=in_fours(head_dim)))
     add_parts = (call for one, call in zip(todo.launches, portable_calls, strict=True) if not one.attends)
