@@ -193,6 +193,9 @@ def main() -> None:
     parser.add_argument("--flex", default="full,masked", help="what FlexAttention is told: full, listed, masked")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    unknown = set(options.flex.split(",")) - {"full", "listed", "masked"}
+    if unknown:
+        parser.error(f"--flex takes full, listed and masked, separated by commas, got {', '.join(sorted(unknown))}")
     names = options.only.split(",") if options.only else list(SETTINGS)
     torch.manual_seed(0)
     chosen = f"--only '{','.join(names)}' --backends {options.backends} --flex {options.flex}"

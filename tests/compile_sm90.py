@@ -212,7 +212,7 @@ def compiled_usage(source, function, constants, size, options, single=()):
                 "waits": sum("WARPGROUP.DEPBAR" in line for line in loop),
                 "local_memory": sum("LDL" in line or "STL" in line for line in loop),
             }
-            for loop in sass.product_loops(code)
+            for loop in (sass.hot_path(code, found) for found in sass.product_loops(code))
         ],
         "overwritten_operands": sass.overwritten_operands(code),
         "arrivals": sass.arrivals(compiled.asm["ptx"]),

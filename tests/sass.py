@@ -11,6 +11,9 @@ def instructions(sass: str) -> list[tuple[int, str]]:
     return [(int(address, 16), text) for address, text in found]
 
 
+MASK = 40  # instructions, at least
+
+
 def product_loops(sass: str) -> list[list[str]]:
     """The innermost loops that have products of matrices (HGMMA)."""
     code = instructions(sass)
@@ -23,6 +26,21 @@ def product_loops(sass: str) -> list[list[str]]:
             loops.append((start, i))
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     return [[text for _, text in code[start : stop + 1]] for start, stop in inner]
+
+
+def hot_path(sass: str, loop: list[str]) -> list[str]:
+    """A loop without the stretches that a branch may jump over: masks, which most blocks of keys do not need."""
+    code = instructions(sass)
+    index = {address: i for i, (address, _) in enumerate(code)}
+    texts = [text for _, text in code]
+    start = next(i for i in range(len(texts)) if texts[i : i + len(loop)] == loop)
+    i, stop, path = start, start + len(loop), []
+    while i < stop:
+        path.append(texts[i])
+        target = re.match(r"@!?U?P\w+ BRA\b.*?0x([0-9a-f]+)", texts[i])
+        to = index.get(int(target.group(1), 16), i) if target else i
+        i = to if i + MASK <= to < stop else i + 1
+    return path
 
 
 def written(text: str) -> range:

@@ -140,6 +140,18 @@ def test_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_division_by_an_inverse():
+    """As kernels do it, for numbers below 2**31: at multiples, just below them, and at the end."""
+    from dilated_attention_pytorch.backends.triton.tables import inverse
+
+    for divisor in [*range(1, 300), 5792, 2**16 - 1, 2**16 + 1, 185363, 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1]:
+        factor, shift = inverse(divisor) % 2**32, inverse(divisor) >> 32
+        last = (2**31 - 1) // divisor * divisor
+        for x in {0, 1, divisor - 1, divisor, 7 * divisor - 1, 7 * divisor, last - 1, last, 2**31 - 1}:
+            if 0 <= x < 2**31:
+                assert (2 * x * factor >> 32) >> shift == x // divisor
+
+
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize(
     ("n", "m", "lengths"), [(100, 100, None), (17, 100, None), (100, 100, (100, 63)), (17, 100, (97, 84))]
@@ -178,7 +190,8 @@ def test_every_row_has_one_writer_and_every_part_one_reader(n, m, lengths, causa
         for c, b, g, row, place in rows(launch):
             i = row + c["to_position"]
             for child in range(c["first_child"], c["first_child"] + c["children"]):
-                base, segments, capacity, w, r, segment, low = todo.layout[c["sequence"] * todo.groups + child].tolist()
+                entry = todo.layout[c["sequence"] * todo.groups + child].tolist()
+                base, segments, capacity, w, r, segment, low, *_ = entry
                 number, rest = divmod(i % w - int(todo.offsets[child, g]), r)
                 if number >= 0 and rest == 0:
                     source = base + ((b * 3 + g) * segments + i // w - segment) * capacity + number - low

@@ -107,12 +107,12 @@ def test_hopper_kernels(kernel, head_dim):
     several = compiled_together([[f"hopper {kernel}", *case] for case in cases])
     for case, used in zip(cases, several, strict=True):
         check_hopper(kernel, used, single_results=case[4:] == [True])
-        # The producer lets the next launch begin before it reads tables. Groups that add parts wait for the last launch
-        # before they read these and before they write; others read nothing.
+        # The next launch may begin before tables are read. Groups that add parts wait for the last launch before they read
+        # these and before they write; others read nothing.
         group = r"WL+S+" if case[3] > 0 else r"S+"
         assert re.fullmatch(rf"({group}|BL+)*", used["memory_order"])
         assert used["memory_order"].count("B") == 1
-        assert used["memory_order"].count("W") == (2 if case[3] > 0 else 0)
+        assert used["memory_order"].count("W") == (2 * passes(kernel) if case[3] > 0 else 0)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
@@ -122,9 +122,14 @@ def test_hopper_kernels_over_block_lists(kernel):
         check_hopper(kernel, used)
 
 
+def passes(kernel):
+    """The forward has code for two: the second is online, for programs that have met an overflow."""
+    return 2 if kernel == "forward" else 1
+
+
 def check_hopper(kernel, used, single_results=False):
     # Two places of 128 bytes for each descriptor: compilers like to merge them.
-    assert used["scratch_bytes"] == {"forward": 6, "dq": 8, "dkv": 8}[kernel] * 128
+    assert used["scratch_bytes"] == {"forward": 12, "dq": 8, "dkv": 8}[kernel] * 128
     assert used["tensor_cores"]
     assert used["tensor_copies"]
     assert used["shared_bytes"] <= SHARED_LIMIT
@@ -134,11 +139,18 @@ def check_hopper(kernel, used, single_results=False):
     assert bare == []
     # Rows go 16 bytes at a time; what does not is lse, two rows of each thread.
     if not single_results:
-        assert used["narrow_stores"] == (4 if kernel == "forward" else 0)
-    assert len(used["loops"]) == 2  # one for each group of warps
+        assert used["narrow_stores"] == (8 if kernel == "forward" else 0)
+    assert len(used["loops"]) == 2 * passes(kernel)  # one for each group of warps
+    if kernel == "forward":
+        # The first pass looks for no maximum, and adds up rounded weights: 8 products with ones.
+        first, second, *others = used["loops"]
+        assert first["instructions"] < 0.9 * second["instructions"]
+        assert first["products"] == second["products"] + 8
+        assert [loop["products"] for loop in others] == [first["products"], second["products"]]
     for loop in used["loops"]:
-        # Spilled scalars are for before and after the loop. A wait per product is how the assembler serialises them all.
-        assert loop["local_memory"] <= 0.02 * loop["instructions"]
+        # Spilled scalars are for before and after the loop. Triton 3.9, other than 3.6, copies the left side that two
+        # products read, and has to put some scalars away. A wait per product is how the assembler serialises them all.
+        assert loop["local_memory"] <= (0.03 if kernel == "forward" else 0.02) * loop["instructions"]
         assert loop["waits"] <= 3 < loop["products"]
 
 

@@ -18,15 +18,24 @@ from dilated_attention_pytorch.backends.hopper.block_pieces import (
     load_listed_keys,
     seen_listed,
 )
-from dilated_attention_pytorch.backends.hopper.forward import attend_item
 from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
     allocate_barriers,
+    allocate_ones,
     allocate_rows,
     load_rows,
     product_layout,
     row_descriptor,
     store_rows,
+)
+from dilated_attention_pytorch.backends.hopper.softmax import (
+    again,
+    allocate_flags,
+    attend_item,
+    is_online,
+    overflows,
+    raise_flag,
+    sums_of_weights,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LN_2
 
@@ -40,7 +49,7 @@ def _load_item(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Ask for the query rows of both groups, then for listed keys and values, block by block as room comes free."""
-    q_smem, k_smem, v_smem = smem
+    q_smem, k_smem, v_smem, _ = smem
     q_full, q_empty = bars[:2]
     q_desc = row_descriptor(at[0], length, steps[0], D, 64, BLOCK_D)
     k_desc = row_descriptor(at[1], length, steps[1], D, BLOCK_N, BLOCK_D)
@@ -55,15 +64,13 @@ def _load_item(
 
 
 @gluon.jit
-def _produce(
-    tensors, tables, rows, items, group, strides, smem, bars, CAUSAL: gl.constexpr,
+def _produce_pass(
+    number, counter, tensors, tables, rows, items, group, strides, smem, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     Q, K, V = tensors
     q_strides, k_strides, v_strides = strides
     done = bars[6]
-    counter = 0
-    number = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
         count, LIST, _, last = find_list(tables, row, head, first, length)
@@ -88,13 +95,32 @@ def _produce(
                 D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
             )  # fmt: skip
         number += 1
+    return number, counter
 
 
 @gluon.jit
-def _compute(
-    which: gl.constexpr, results, tables, rows, items, sizes, scale_log2, smem, bars, CAUSAL: gl.constexpr,
+def _produce(
+    tensors, tables, rows, items, group, strides, smem, bars, flags, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    ONLINE: gl.constexpr,
+):  # fmt: skip
+    # Items and blocks of keys so far.
+    number, counter = _produce_pass(
+        items * 0, items * 0, tensors, tables, rows, items, group, strides, smem, bars, CAUSAL,
+        D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
+    )  # fmt: skip
+    if not ONLINE:
+        _produce_pass(
+            number, counter, tensors, tables, rows, again(items, flags, 1), group, strides, smem, bars, CAUSAL,
+            D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _compute_pass(
+    number, counter, which: gl.constexpr, results, tables, rows, items, sizes, scale_log2, smem, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
     OUT, LSE = results
     N, H = sizes
@@ -104,8 +130,7 @@ def _compute(
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
-    counter = 0
-    number = 0
+    overflow = gl.full([64], 0, gl.int32, gl.SliceLayout(1, O))
     row, head, first, sample, starts, length = find_block_item(tables[0], rows, gl.program_id(0), BLOCK_SIZE)
     count, _, _, last_entry = find_list(tables, row, head, first, length)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -115,31 +140,52 @@ def _compute(
         seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
         m2 = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
-        acc, p, m2, total, stage, counter = attend_item(
+        acc, sums, p, m2, total, beside, stage, counter = attend_item(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
-            BLOCK_D, BLOCK_N, STAGES, HELD, S, O,
+            BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S, O,
         )  # fmt: skip
         # While the last product runs: the next item.
         next_item = gl.minimum(item + gl.num_programs(0), items - 1)
         following = find_block_item(tables[0], rows, next_item, BLOCK_SIZE)
         following_list = find_list(tables, following[0], following[1], following[2], following[5])
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        acc, sums, p = warpgroup_mma_wait(0, deps=(acc, sums, p))
         mbarrier.arrive(v_empty.index(stage), count=1)
         mbarrier.arrive(done.index(number & 1), count=1)
         number += 1
 
         inside = (begin + numbers) < length
-        total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
+        divisor, total_o = sums_of_weights(sums, total, beside, O, ONLINE)
+        if not ONLINE:
+            overflow = overflows(overflow, acc, total_o)
         m2_o = gl.convert_layout(m2, gl.SliceLayout(1, O))
         something = total_o > 0.0
         # An empty list is served as one block with weights 0, whose values may be anything.
-        out = gl.where(something[:, None], acc * (1.0 / total_o)[:, None], 0.0)
+        out = gl.where(something[:, None], acc * (1.0 / divisor)[:, None], 0.0)
         lse = gl.where(something, (m2_o + gl.log2(total_o)) * LN_2, float("-inf"))
         first_row = starts[0] + begin
         gl.store(LSE + (sample.to(gl.int64) * H + head) * N + first_row + numbers, lse, mask=inside)
         store_rows(OUT, out, ((sample.to(gl.int64) * N + first_row) * H + head) * D, H * D, numbers, inside, D, BLOCK_D)
         row, head, first, sample, starts, length = following
         count, _, _, last_entry = following_list
+    return number, counter, overflow
+
+
+@gluon.jit
+def _compute(
+    which: gl.constexpr, results, tables, rows, items, sizes, scale_log2, smem, bars, flags, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, ONLINE: gl.constexpr,
+):  # fmt: skip
+    number, counter, overflow = _compute_pass(
+        items * 0, items * 0, which, results, tables, rows, items, sizes, scale_log2, smem, bars, CAUSAL,
+        D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE,
+    )  # fmt: skip
+    if not ONLINE:
+        raise_flag(flags, which, overflow)
+        _compute_pass(
+            number, counter, which, results, tables, rows, again(items, flags, 4), sizes, scale_log2, smem, bars, CAUSAL,
+            D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, True,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rows", "items", "N", "H"])
@@ -156,10 +202,12 @@ def block_forward_kernel(
 ):  # fmt: skip
     """Attention of blocks of 128 query rows over the key blocks that their lists name."""
     dtype: gl.constexpr = Q.dtype.element_ty
+    ONLINE: gl.constexpr = is_online(dtype)
     smem = (
         allocate_rows(dtype, 2, 64, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
+        allocate_ones(dtype, BLOCK_N // 2),
     )
     bars = (
         allocate_barriers(2, 1),
@@ -170,6 +218,7 @@ def block_forward_kernel(
         allocate_barriers(STAGES, 2),
         allocate_barriers(2, 2),
     )
+    flags = allocate_flags()
     fence_async_shared()
     strides = (
         (q_stride_b, q_stride_n, q_stride_h),
@@ -180,7 +229,7 @@ def block_forward_kernel(
     results = OUT, LSE
     sizes = N, H
     gl.warp_specialize([
-        (_compute, (gl.constexpr(0), results, tables, rows, items, sizes, scale_log2, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
-        (_compute, (gl.constexpr(1), results, tables, rows, items, sizes, scale_log2, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
-        (_produce, ((Q, K, V), tables, rows, items, group, strides, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE)),
+        (_compute, (gl.constexpr(0), results, tables, rows, items, sizes, scale_log2, smem, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE)),
+        (_compute, (gl.constexpr(1), results, tables, rows, items, sizes, scale_log2, smem, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE)),
+        (_produce, ((Q, K, V), tables, rows, items, group, strides, smem, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, ONLINE)),
     ], [4, 1], [232, 40])  # fmt: skip

@@ -19,6 +19,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     PLACE,
     Q_ROWS,
     ROWS,
+    STRIDE,
     address,
     allocate_barriers,
     allocate_facts,
@@ -122,6 +123,7 @@ def _produce_dkv(
         leave(facts, slot, K_ROWS, k_rows)
         leave(facts, slot, CAUSAL, causal)
         leave(facts, slot, PLACE, result)
+        leave(facts, slot, STRIDE, stride)
         if PARTS > 0:
             leave_parts(facts, slot, row, starts[1], first, stride, found)
         mbarrier.arrive(facts_full.index(slot), count=1)

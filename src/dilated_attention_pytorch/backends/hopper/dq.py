@@ -23,6 +23,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     K_ROWS,
     PLACE,
     Q_ROWS,
+    STRIDE,
     address,
     allocate_barriers,
     allocate_facts,
@@ -110,6 +111,7 @@ def _produce_dq(
         leave(facts, parity, K_ROWS, k_rows)
         leave(facts, parity, CAUSAL, causal)
         leave(facts, parity, PLACE, place)
+        leave(facts, parity, STRIDE, stride)
         if PARTS > 0:
             leave_parts(facts, parity, row, starts[0], first, stride, found)
         mbarrier.arrive(facts_full.index(parity), count=1)

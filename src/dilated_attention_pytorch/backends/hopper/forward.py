@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -15,18 +14,22 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     CAUSAL,
     CHILDREN,
     FIRST,
+    K_AT,
     K_ROWS,
     LSE_PLACE,
     PLACE,
+    Q_AT,
     Q_ROWS,
+    STRIDE,
+    V_AT,
     ZERO_KEYS,
-    address,
     allocate_barriers,
     allocate_facts,
+    allocate_ones,
     allocate_rows,
+    element,
     find_item,
     find_part,
-    hold,
     item_positions,
     key_blocks,
     known,
@@ -44,7 +47,15 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     store_part,
     store_rows,
     wait_for_last_launch,
-    wait_held,
+)
+from dilated_attention_pytorch.backends.hopper.softmax import (
+    again,
+    allocate_flags,
+    attend_item,
+    is_online,
+    overflows,
+    raise_flag,
+    sums_of_weights,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LN_2
 
@@ -55,7 +66,7 @@ def _load_item(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Ask for the query rows of both groups, then for keys and values, block by block as room comes free."""
-    q_smem, k_smem, v_smem = smem
+    q_smem, k_smem, v_smem, _ = smem
     q_full, q_empty = bars[:2]
     q_desc = row_descriptor(q_at, q_rows, steps[0], D, 64, BLOCK_D)
     k_desc = row_descriptor(k_at, k_rows, steps[1], D, BLOCK_N, BLOCK_D)
@@ -67,17 +78,12 @@ def _load_item(
 
 
 @gluon.jit
-def _produce(
-    tensors, tables, families, items, group, sizes, q_strides, k_strides, v_strides, smem, facts, bars,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    PARTS: gl.constexpr,
+def _look_ahead_pass(
+    number, tables, families, items, group, sizes, q_strides, k_strides, v_strides, facts, bars,
+    FINAL: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    Q, K, V = tensors
     N, H, G, parts = sizes
     facts_full, done = bars[6], bars[7]
-    let_next_begin()
-    counter = 0  # blocks of keys so far
-    number = 0  # items so far
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
             tables[0], families, item, group, False
@@ -89,25 +95,64 @@ def _produce(
             lse_place = (sample.to(gl.int64) * H + heads[0]) * N + starts[0] + first
         if PARTS > 0:
             found = look_up_parts(tables, row, own_sample, heads[0], H, heads[1], G, parts, PARTS)
-        parity = number & 1
-        mbarrier.wait(done.index(parity), (number >> 1 & 1) ^ 1)
-        leave(facts, parity, FIRST, first)
-        leave(facts, parity, Q_ROWS, q_rows)
-        leave(facts, parity, K_ROWS, k_rows)
-        leave(facts, parity, CAUSAL, causal)
-        leave(facts, parity, ZERO_KEYS, zero_keys)
-        leave(facts, parity, PLACE, place)
-        leave(facts, parity, LSE_PLACE, lse_place)
+        slot = number & 1
+        mbarrier.wait(done.index(slot), (number >> 1 & 1) ^ 1)
+        leave(facts, slot, FIRST, first)
+        leave(facts, slot, Q_ROWS, q_rows)
+        leave(facts, slot, K_ROWS, k_rows)
+        leave(facts, slot, STRIDE, stride)
+        leave(facts, slot, CAUSAL, causal)
+        leave(facts, slot, ZERO_KEYS, zero_keys)
+        leave(facts, slot, PLACE, place)
+        leave(facts, slot, LSE_PLACE, lse_place)
+        leave(facts, slot, Q_AT, element(q_strides, sample, starts[0], heads[0]))
+        leave(facts, slot, K_AT, element(k_strides, sample, starts[1], heads[1]))
+        leave(facts, slot, V_AT, element(v_strides, sample, starts[1], heads[1]))
         if PARTS > 0:
-            leave_parts(facts, parity, row, starts[0], first, stride, found)
-        mbarrier.arrive(facts_full.index(parity), count=1)
+            leave_parts(facts, slot, row, starts[0], first, stride, found)
+        mbarrier.arrive(facts_full.index(slot), count=1)
+        number += 1
+    return number
+
+
+@gluon.jit
+def _look_ahead(
+    tables, families, items, group, sizes, q_strides, k_strides, v_strides, facts, bars, flags,
+    FINAL: gl.constexpr, PARTS: gl.constexpr, ONLINE: gl.constexpr,
+):  # fmt: skip
+    """Find items and leave what the others have to know of them. A warp of its own: the producer is not held up by it."""
+    let_next_begin()
+    number = _look_ahead_pass(
+        items * 0, tables, families, items, group, sizes, q_strides, k_strides, v_strides, facts, bars, FINAL, PARTS
+    )
+    if not ONLINE:
+        _look_ahead_pass(
+            number, tables, families, again(items, flags, 1), group, sizes, q_strides, k_strides, v_strides, facts, bars,
+            FINAL, PARTS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _produce_pass(
+    number, counter, tensors, items, row_strides, smem, facts, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    Q, K, V = tensors
+    facts_full = bars[6]
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        slot = number & 1
+        mbarrier.wait(facts_full.index(slot), number >> 1 & 1)
+        first = known(facts, slot, FIRST, 1).to(gl.int32)
+        q_rows = known(facts, slot, Q_ROWS, 1).to(gl.int32)
+        k_rows = known(facts, slot, K_ROWS, 1).to(gl.int32)
+        causal = known(facts, slot, CAUSAL, 1) != 0
+        stride = known(facts, slot, STRIDE, 1)
+        q_at = Q + known(facts, slot, Q_AT, 1)
+        k_at = K + known(facts, slot, K_AT, 1)
+        v_at = V + known(facts, slot, V_AT, 1)
         blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N)
-        q_at = address(Q, q_strides, sample, starts[0], heads[0])
-        k_at = address(K, k_strides, sample, starts[1], heads[1])
-        v_at = address(V, v_strides, sample, starts[1], heads[1])
-        stride64 = stride.to(gl.int64)
-        steps = stride64 * q_strides[1], stride64 * k_strides[1], stride64 * v_strides[1]
-        if parity == 0:
+        steps = stride * row_strides[0], stride * row_strides[1], stride * row_strides[2]
+        if slot == 0:
             counter = _load_item(
                 q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
                 D, BLOCK_D, BLOCK_N, STAGES,
@@ -118,90 +163,40 @@ def _produce(
                 D, BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
         number += 1
+    return number, counter
 
 
 @gluon.jit
-def _softmax(s, m2, total, scale_log2, n, masked, columns, seen):
-    """One step of the online softmax: weights, new maximum and sum, and the factor for what came before."""
-    if masked:
-        s = gl.where(columns[None, :] < (seen - n)[:, None], s, float("-inf"))
-    m2_new = gl.maximum(m2, gl.max(s, 1) * scale_log2)
-    alpha = gl.exp2(m2 - m2_new)
-    p = gl.exp2(s * scale_log2 - m2_new[:, None])
-    return p, m2_new, total * alpha + gl.sum(p, 1), alpha
+def _produce(
+    tensors, items, row_strides, smem, facts, bars, flags,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ONLINE: gl.constexpr,
+):  # fmt: skip
+    # Items and blocks of keys so far.
+    number, counter = _produce_pass(
+        items * 0, items * 0, tensors, items, row_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES
+    )
+    if not ONLINE:
+        _produce_pass(
+            number, counter, tensors, again(items, flags, 1), row_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES
+        )
 
 
 @gluon.jit
-def merge(out, lse2, part_out, part_lse2):
-    """A row's result, which is never empty, and a part, which may be."""
+def merge(out, factor, lse2, part_out, part_lse2):
+    """A row's result, ``factor * out``, which is never empty, and a part, which may be."""
     larger2 = gl.maximum(lse2, part_lse2)
     weight = gl.exp2(lse2 - larger2)
     part_weight = gl.exp2(part_lse2 - larger2)
     share = 1.0 / (weight + part_weight)
-    out = out * (weight * share)[:, None] + part_out * (part_weight * share)[:, None]
+    out = out * (weight * share * factor)[:, None] + part_out * (part_weight * share)[:, None]
     return out, larger2 + gl.log2(weight + part_weight)
 
 
 @gluon.jit
-def attend_item(
-    which: gl.constexpr, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    S: gl.constexpr, O: gl.constexpr,
-):  # fmt: skip
-    """The online softmax over all blocks of keys of an item, for the rows of one group, up to the start of the last product.
-
-    Returns the sums, that product's left side, maximum, total, the stage of the last block, and the blocks so far.
-    """
-    q_smem, k_smem, v_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    dtype: gl.constexpr = q_smem.dtype
-    acc = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
-    mbarrier.wait(q_full.index(which), number & 1)
-    q = hold(q_smem.index(which), gl.DotOperandLayout(0, S, 2), HELD)
-
-    # The scores of a block are computed while the values of the block before are still being added up.
-    stage = counter % STAGES
-    phase = counter // STAGES & 1
-    mbarrier.wait(k_full.index(stage), phase)
-    s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    if HELD:  # not before a product has read the registers: only then they are loaded for sure
-        mbarrier.arrive(q_empty.index(which), count=1)
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    p, m2, total, alpha = _softmax(s, m2, total, scale_log2, 0, clear_blocks <= 0, columns, seen)
-    p = gl.convert_layout(p.to(dtype), P)
-    for block in range(1, blocks):
-        counter += 1
-        last, last_phase = stage, phase
-        stage = counter % STAGES
-        phase = counter // STAGES & 1
-        mbarrier.wait(k_full.index(stage), phase)
-        s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(last), last_phase)
-        last_p = p
-        acc = warpgroup_mma(last_p, v_smem.index(last), acc, is_async=True)
-        s, q = wait_held(1, s, q, HELD)
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        p, m2, total, alpha = _softmax(s, m2, total, scale_log2, block * BLOCK_N, block >= clear_blocks, columns, seen)
-        p = gl.convert_layout(p.to(dtype), P)
-        # The product reads its left side from registers until it is done: they are named here, so that they last.
-        acc, last_p = warpgroup_mma_wait(0, deps=(acc, last_p))
-        mbarrier.arrive(v_empty.index(last), count=1)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-    counter += 1
-    if not HELD:
-        mbarrier.arrive(q_empty.index(which), count=1)
-    mbarrier.wait(v_full.index(stage), phase)
-    acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
-    return acc, p, m2, total, stage, counter
-
-
-@gluon.jit
-def _compute(
-    which: gl.constexpr, results, items, H, scale_log2, smem, facts, bars,
+def _compute_pass(
+    number, counter, which: gl.constexpr, results, items, H, scale_log2, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    HELD: gl.constexpr, PARTS: gl.constexpr,
+    HELD: gl.constexpr, PARTS: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
     PART_OUT, PART_LSE2, OUT, LSE = results
     v_empty, facts_full, done = bars[5], bars[6], bars[7]
@@ -211,8 +206,7 @@ def _compute(
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
     own = which * 64 + numbers  # in an item
-    counter = 0
-    number = 0
+    overflow = gl.full([64], 0, gl.int32, gl.SliceLayout(1, O))
     for _ in range(gl.program_id(0), items, gl.num_programs(0)):
         slot = number & 1
         mbarrier.wait(facts_full.index(slot), number >> 1 & 1)
@@ -226,9 +220,9 @@ def _compute(
         zero_keys = known(facts, slot, ZERO_KEYS).to(gl.float32)
         m2 = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + gl.where(zero_keys > 0, 0.0, float("-inf"))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + zero_keys
-        acc, p, m2, total, stage, counter = attend_item(
+        acc, sums, p, m2, total, beside, stage, counter = attend_item(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
-            BLOCK_D, BLOCK_N, STAGES, HELD, S, O,
+            BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S, O,
         )  # fmt: skip
         # While the last product runs: the first part to be added.
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, Q_ROWS).to(gl.int32)
@@ -238,11 +232,13 @@ def _compute(
             places, there = find_part(facts, slot, 0, positions, inside, PARTS)
             part_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
             part_out = load_part(PART_OUT, places, there, D, BLOCK_D)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        acc, sums, p = warpgroup_mma_wait(0, deps=(acc, sums, p))
         mbarrier.arrive(v_empty.index(stage), count=1)
 
-        total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
-        out = acc * (1.0 / total_o)[:, None]
+        divisor, total_o = sums_of_weights(sums, total, beside, O, ONLINE)
+        if not ONLINE:
+            overflow = overflows(overflow, acc, total_o)
+        factor = 1.0 / divisor
         lse2 = gl.convert_layout(m2, gl.SliceLayout(1, O)) + gl.log2(total_o)
         if PARTS > 0:
             for child in range(1, known(facts, slot, CHILDREN).to(gl.int32)):
@@ -250,12 +246,15 @@ def _compute(
                 places, there = find_part(facts, slot, child, positions, inside, PARTS)
                 next_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
                 if BLOCK_D == 128:
-                    out, lse2 = merge(out, lse2, part_out, part_lse2)
+                    acc, lse2 = merge(acc, factor, lse2, part_out, part_lse2)
                 next_out = load_part(PART_OUT, places, there, D, BLOCK_D)
                 if BLOCK_D < 128:
-                    out, lse2 = merge(out, lse2, part_out, part_lse2)
+                    acc, lse2 = merge(acc, factor, lse2, part_out, part_lse2)
                 part_lse2, part_out = next_lse2, next_out
-            out, lse2 = merge(out, lse2, part_out, part_lse2)
+                factor = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, O))
+            out, lse2 = merge(acc, factor, lse2, part_out, part_lse2)
+        else:
+            out = acc * factor[:, None]
         place = known(facts, slot, PLACE)
         lse_place = known(facts, slot, LSE_PLACE) + which * 64
         if FINAL:
@@ -266,6 +265,25 @@ def _compute(
             store_part(PART_OUT, out, place + which * 64, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
         number += 1
+    return number, counter, overflow
+
+
+@gluon.jit
+def _compute(
+    which: gl.constexpr, results, items, H, scale_log2, smem, facts, bars, flags,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
+    HELD: gl.constexpr, PARTS: gl.constexpr, ONLINE: gl.constexpr,
+):  # fmt: skip
+    number, counter, overflow = _compute_pass(
+        items * 0, items * 0, which, results, items, H, scale_log2, smem, facts, bars,
+        D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, ONLINE,
+    )  # fmt: skip
+    if not ONLINE:
+        raise_flag(flags, which, overflow)
+        _compute_pass(
+            number, counter, which, results, again(items, flags, 4), H, scale_log2, smem, facts, bars,
+            D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, True,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["families", "items", "N", "H", "G", "parts"])
@@ -285,10 +303,12 @@ def forward_kernel(
 ):  # fmt: skip
     """Attention of the items of a table: blocks of 128 query rows over all keys of their tiles."""
     dtype: gl.constexpr = Q.dtype.element_ty
+    ONLINE: gl.constexpr = is_online(dtype)
     smem = (
         allocate_rows(dtype, 2, 64, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
+        allocate_ones(dtype, BLOCK_N // 2),
     )
     bars = (
         allocate_barriers(2, 1),
@@ -301,6 +321,7 @@ def forward_kernel(
         allocate_barriers(2, 2),
     )
     facts = allocate_facts(PARTS)
+    flags = allocate_flags()
     fence_async_shared()
     strides = (
         (q_stride_b, q_stride_n, q_stride_h),
@@ -311,7 +332,8 @@ def forward_kernel(
     tables = TABLE, LAYOUT, OFFSETS
     sizes = N, H, G, parts
     gl.warp_specialize([
-        (_compute, (gl.constexpr(0), results, items, H, scale_log2, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS)),
-        (_compute, (gl.constexpr(1), results, items, H, scale_log2, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS)),
-        (_produce, ((Q, K, V), tables, families, items, group, sizes, strides[0], strides[1], strides[2], smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, PARTS)),
-    ], [4, 1], [232, 40])  # fmt: skip
+        (_compute, (gl.constexpr(0), results, items, H, scale_log2, smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, ONLINE)),
+        (_compute, (gl.constexpr(1), results, items, H, scale_log2, smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, ONLINE)),
+        (_produce, ((Q, K, V), items, (q_stride_n, k_stride_n, v_stride_n), smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, ONLINE)),
+        (_look_ahead, (tables, families, items, group, sizes, strides[0], strides[1], strides[2], facts, bars, flags, FINAL, PARTS, ONLINE)),
+    ], [4, 1, 1], [232, 40, 40])  # fmt: skip

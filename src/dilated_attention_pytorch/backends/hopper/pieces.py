@@ -8,8 +8,9 @@ hand: a base, a number of rows, a stride. So every rate, offset and ragged end i
 A descriptor lies in memory that belongs to its place in the program, and the accelerator reads it when it loads. Hence two
 places, for even and odd items, and a barrier that says when an item is done and its place may be written again.
 
-Only the producer reads the tables. It is ahead of the groups, so nobody waits for its loads and divisions; what a group has
-to know about an item (FACTS, PART_FACTS) it reads from shared memory, where it has two places as well.
+Only the producer reads the tables, or in the forward a warp of its own that is an item ahead. So nobody waits for these loads
+and divisions; what the others have to know about an item (FACTS, PART_FACTS) they read from shared memory, where it has two
+places as well.
 
 The programs of a call's later launches begin as multiprocessors come free, before the launch before them is done
 (programmatic dependent launch). They read nothing that it writes but the parts they add, and wait for it before that. Every
@@ -37,9 +38,10 @@ copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else 
 reshaped = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 ROWS = gl.constexpr(128)  # of an item: two groups of 64
 # What the producer leaves of an item, and of each part to be added (see primitives.part_facts).
-FACTS = gl.constexpr(10)
+FACTS = gl.constexpr(13)
 FIRST, Q_ROWS, K_ROWS, CAUSAL, ZERO_KEYS, PLACE, LSE_PLACE, POSITION, STRIDE, CHILDREN = map(gl.constexpr, range(10))
-PART_FACTS = gl.constexpr(5)
+Q_AT, K_AT, V_AT = map(gl.constexpr, range(10, 13))
+PART_FACTS = gl.constexpr(7)
 
 
 @gluon.jit
@@ -72,7 +74,13 @@ def wait_for_last_launch():
 @gluon.jit
 def address(BASE, strides, sample, start, head):
     """Where row ``start`` of a head of a sample lies."""
-    return BASE + sample.to(gl.int64) * strides[0] + start.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
+    return BASE + element(strides, sample, start, head)
+
+
+@gluon.jit
+def element(strides, sample, start, head):
+    """The number of the first element of row ``start`` of a head of a sample."""
+    return sample.to(gl.int64) * strides[0] + start.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
 
 
 @gluon.jit
@@ -103,6 +111,14 @@ def allocate_rows(dtype: gl.constexpr, BUFFERS: gl.constexpr, BLOCK: gl.constexp
     """Shared memory for blocks of rows, in the layout that the tensor cores read."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK_D], dtype)
     return gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, BLOCK_D], layout)
+
+
+@gluon.jit
+def allocate_ones(dtype: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory for 8 rows of ones: a product with them adds up rows."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], dtype)
+    ONE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    return gl.allocate_shared_memory(dtype, [8, COLUMNS], layout, gl.full([8, COLUMNS], 1.0, dtype, ONE))
 
 
 @gluon.constexpr_function
@@ -206,9 +222,9 @@ def leave(facts, slot, which: gl.constexpr, value):
 
 
 @gluon.jit
-def known(facts, slot, which: gl.constexpr):
-    """Read one of the facts of an item; for the groups."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def known(facts, slot, which: gl.constexpr, WARPS: gl.constexpr = 4):
+    """Read one of the facts of an item; for the groups, of four warps, or for one warp."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.sum(facts[0].index(slot * FACTS + which).load(ONE), 0)
 
 
@@ -232,9 +248,8 @@ def look_up_parts(tables, row, own_sample, head, heads, key_head, G, parts, PART
 
 @gluon.jit
 def leave_parts(facts, slot, row, start, first, stride, found):
-    """Write what look_up_parts has found, and the position of the item's first row."""
+    """Write what look_up_parts has found, and the position of the item's first row; STRIDE is left beside it."""
     leave(facts, slot, POSITION, start + first * stride + gl.load(row + 17))
-    leave(facts, slot, STRIDE, stride)
     leave(facts, slot, CHILDREN, gl.load(row + 24))
     for i in gl.static_range(PART_FACTS):
         facts[1].index(slot * PART_FACTS + i).store(found[i].to(gl.int64))
@@ -256,7 +271,9 @@ def find_part(facts, slot, child, positions, inside, PARTS: gl.constexpr):
     w = _known_of_part(flat, slot, 2, child, PARTS).to(gl.int32)
     r = _known_of_part(flat, slot, 3, child, PARTS).to(gl.int32)
     offset = _known_of_part(flat, slot, 4, child, PARTS).to(gl.int32)
-    places, there = part_places(first, capacity, w, r, offset, positions)
+    w_inverse = _known_of_part(flat, slot, 5, child, PARTS)
+    r_inverse = _known_of_part(flat, slot, 6, child, PARTS)
+    places, there = part_places(first, capacity, w, r, offset, w_inverse, r_inverse, positions)
     return places, there & inside
 
 

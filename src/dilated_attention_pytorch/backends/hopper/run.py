@@ -25,8 +25,8 @@ from dilated_attention_pytorch.tiles import positive_scale
 
 # Per thread at the start: 12 warps share 65,536. The computing ones then take some from the loading one.
 _START_REGISTERS = 168
-# Of a program, for descriptors: two places of 128 bytes for each of at most four tensors.
-_SCRATCH_BYTES = 1024
+# Of a program, for descriptors: two places of 128 bytes for each of four tensors, or of three tensors in each of two passes.
+_SCRATCH_BYTES = 1536
 # Kernels that add parts have room in shared memory for what is known of this many, or of a larger power of 2.
 LEAST_PARTS = 8
 

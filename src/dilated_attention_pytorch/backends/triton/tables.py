@@ -69,7 +69,7 @@ COLUMNS = (
 # Programs that only add up parts take this many rows.
 SUM_ROWS = 64
 # One entry of the layout of parts.
-LAYOUT = ("base", "segments", "capacity", "w", "r", "first_segment", "first_number")
+LAYOUT = ("base", "segments", "capacity", "w", "r", "first_segment", "first_number", "w_inverse", "r_inverse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,17 @@ def _group_layout(rows: range, w: int, r: int) -> tuple[int, int, int, int, int,
     # Offsets below r: the row number of a position is its quotient by r, or one less.
     low, high = max(0, rows.start % w // r - 1), (rows.stop - 1) % w // r
     return 1, high - low + 1, w, r, first, low
+
+
+def inverse(divisor: int) -> int:
+    """What kernels divide numbers below 2**31 by (primitives.quotient): a factor, and a shift in the bits above 32.
+
+    >>> factor, shift = inverse(6) % 2**32, inverse(6) >> 32
+    >>> 2 * 1000 * factor >> 32 >> shift
+    166
+    """
+    shift = (divisor - 1).bit_length()
+    return -(-(1 << 31 + shift) // divisor) | shift << 32
 
 
 def _covers(problem: Problem, length: int, dense: TileFamily, sparse: TileFamily) -> bool:
@@ -234,7 +245,8 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) 
             w, r = problem.pattern.branches[groups[group][0].family.branch]
             # A rate above the segment's length reads one row of it, like any such rate; kernels count in 32 bits.
             w = min(w, plan.keys.stop)
-            layout.append((part_rows, *_group_layout(plan.keys if by_keys else plan.queries, w, min(r, w))))
+            entry = _group_layout(plan.keys if by_keys else plan.queries, w, min(r, w))
+            layout.append((part_rows, *entry, inverse(w), inverse(min(r, w))))
             part_rows += samples * result_heads * layout[-1][1] * layout[-1][2]
 
     def row(placed: _Placed, group: int, first_program: int, block: int) -> tuple[tuple[int, ...], int]:
@@ -245,7 +257,7 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) 
         part: tuple[int, ...] = (0, 0, 0, 0, 0)
         if group < root:
             entry = layout[placed.sequence * root + order.index(group)]
-            base, segments, capacity, w, r, first_segment, first_number = entry
+            base, segments, capacity, w, r, first_segment, first_number, *_ = entry
             part = (base, segments, capacity, start // w - first_segment, start % w // r - first_number)
         blocks = -(-(f.k_rows if by_keys else f.q_rows) // block)
         samples = span.samples.stop - span.samples.start

@@ -1,0 +1,122 @@
+"""Versions of the Hopper kernels at the power limit of the GPU: source trees that take turns, a process for each.
+
+    PYTHONPATH=src python3 benchmarks/variants_gpu.py 'forward|D=64,dkv|D=128 causal' src ../other/src [--out FILE]
+
+Jobs are a kernel (forward, dq, dkv) and a setting of tune_hopper.py; the first tree is what the others are compared with. A
+turn is ``--seconds`` of calls that are not counted and as many that are: in turns of a tenth of a second the clock is still
+falling, and differences of 10 % look like 2. ``differs`` compares the sums of all results, to see that they agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import triton
+import tune_hopper
+from gpu import milliseconds
+
+from dilated_attention_pytorch.backends.hopper import run
+from dilated_attention_pytorch.backends.triton.run import row_delta
+
+
+def turn(kernel: str, name: str, seconds: float, cache: dict) -> dict:
+    """One measurement, in the process of a tree."""
+    if name not in cache:
+        cache.clear()
+        torch.cuda.empty_cache()
+        torch.manual_seed(0)
+        s = tune_hopper.SETTINGS[name]
+        problem, x = tune_hopper.problem(s, s.n), tune_hopper.inputs(s, s.n)
+        out, lse = run.forward(problem, *x[:3], scale=s.head_dim**-0.5)
+        cache[name] = problem, x, lse, row_delta(x[3], out, None)
+    problem, x, lse, delta = cache[name]
+    call = lambda: tune_hopper.call(kernel, problem, x, lse, delta, None)  # noqa: E731
+    sums = [float(y.double().abs().sum()) for y in tune_hopper.outputs(call())]
+    calls = max(3, int(seconds * 1e3 / milliseconds(call, 1)))
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for event in (start, stop):
+        for _ in range(calls):
+            call()
+        event.record()
+    torch.cuda.synchronize()
+    return {"ms": start.elapsed_time(stop) / calls, "sums": sums}
+
+
+def serve(seconds: float) -> None:
+    """Answer jobs that come line by line."""
+    cache: dict = {}
+    for line in sys.stdin:
+        print("answer " + json.dumps(turn(*line.strip().split("|"), seconds, cache)), flush=True)
+
+
+def ask(process: subprocess.Popen, job: str) -> None:
+    process.stdin.write(job + "\n")
+    process.stdin.flush()
+
+
+def answer(process: subprocess.Popen) -> dict:
+    for line in process.stdout:
+        if line.startswith("answer "):
+            return json.loads(line.removeprefix("answer "))
+    raise SystemExit("a tree's process has ended, see its messages above")
+
+
+def compare(job: str, trees: list[str], processes: list[subprocess.Popen], rounds: int) -> list[dict]:
+    times: list[list[float]] = [[] for _ in trees]
+    sums: list[list[float]] = [[] for _ in trees]
+    for _ in range(rounds):
+        for i, process in enumerate(processes):
+            ask(process, job)
+            got = answer(process)
+            times[i].append(got["ms"])
+            sums[i] = got["sums"]
+    rows = []
+    for tree, own, own_sums in zip(trees, times, sums, strict=True):
+        speed = statistics.median(a / b for a, b in zip(times[0], own, strict=True))
+        differs = max(abs(a - b) / abs(a) for a, b in zip(sums[0], own_sums, strict=True))
+        rows.append({"job": job, "tree": tree, "ms": own, "speedup": speed, "differs": differs})
+        print(f"{job:24s} {tree:32s} {statistics.median(own):9.4f} ms  x {speed:.3f}  differs {differs:.0e}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", help="kernel|setting, separated by commas")
+    parser.add_argument("trees", nargs="+", help="folders with the package in them")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.4)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.jobs == "serve":
+        serve(options.seconds)
+        return
+    command = [sys.executable, __file__, "serve", "-", "--seconds", str(options.seconds)]
+    processes = [
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": tree}
+        )
+        for tree in options.trees
+    ]
+    rows = []
+    for job in options.jobs.split(","):
+        for process in processes:  # compile, all at once
+            ask(process, job)
+        for process in processes:
+            answer(process)
+        rows += compare(job, options.trees, processes, options.rounds)
+    for process in processes:
+        process.stdin.close()
+    if options.out:
+        versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+        options.out.write_text(json.dumps(versions | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

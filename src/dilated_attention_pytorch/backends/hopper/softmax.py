@@ -1,0 +1,187 @@
+"""The softmax of the Hopper forward kernels: all keys of an item for the rows of one group, and what becomes of overflows.
+
+With weights relative to a row's maximum so far, every block of keys waits for its own maximum, and sums are scaled again
+where that has grown. Here (bfloat16) they are relative to the maximum of a row's *first* block, also where later
+scores are larger: bfloat16 and float32 hold weights up to 2**127. If sums do overflow, by scores that grow by 88 nats or
+values of 1e30, the program computes all of its items again with the online softmax.
+
+The largest weight of a row is then not 1 but any number, and rounded. A row that is all one key would be that key's
+value times the rounding. So rows are divided by the sum of their rounded weights, which a product with ones adds up; the
+sum before rounding gives lse.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from dilated_attention_pytorch.backends.hopper.pieces import allocate_barriers, hold, product_layout, wait_held
+
+LARGEST = gl.constexpr(2.0**100)  # sums of weights from here on are computed again
+
+
+@gluon.constexpr_function
+def is_online(dtype):
+    """Whether the first pass has to be online: other types have not the range for weights above 1."""
+    return dtype != gl.bfloat16
+
+
+@gluon.jit
+def _hide(s, n, masked, columns, seen):
+    """Scores of a block of keys from place ``n`` on, -inf where a row does not see them."""
+    if masked:
+        s = gl.where(columns[None, :] < (seen - n)[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _raise_maximum(s, m2, scale_log2):
+    """The maximum of each row, these scores included, and the factor for what came before."""
+    m2_new = gl.maximum(m2, gl.max(s, 1) * scale_log2)
+    return m2_new, gl.exp2(m2 - m2_new)
+
+
+@gluon.jit
+def _sums_of_threads(weights, COLUMNS: gl.constexpr):
+    """Sums over the columns that a thread has: (64, 4), to be added up over four threads."""
+    return gl.sum(gl.sum(weights.reshape([64, COLUMNS // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _sum_up(p, ones, sums, COLUMNS: gl.constexpr):
+    """Start to add the rows of rounded weights to ``sums`` (64, 8), whose columns are all the same; two products."""
+    L: gl.constexpr = gl.DotOperandLayout(0, product_layout(8), 2)
+    first, second = p.reshape([64, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
+    for half in gl.static_range(2):
+        part = gl.convert_layout(first if half == 0 else second, L, assert_trivial=True)
+        sums = warpgroup_mma(part, ones.permute((1, 0)), sums, is_async=True)
+    return sums
+
+
+@gluon.jit
+def attend_item(
+    which: gl.constexpr, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, ONLINE: gl.constexpr,
+    S: gl.constexpr, O: gl.constexpr,
+):  # fmt: skip
+    """The softmax over all blocks of keys of an item, for the rows of one group, up to the start of the last products.
+
+    Weights are relative to the maximum of the first block of keys, also where later scores are larger: bfloat16 has the
+    range of float32. So no block waits for its maximum, and nothing is scaled again. Where scores grow by more than that
+    range has, sums overflow: the caller has to look (``overflows``), and to come again with ``ONLINE``, which is the online softmax.
+    Rows are to be divided by the sum of their weights as the product with the values takes them, rounded: the
+    largest one need not be 1, and its rounding would be an error of the row. lse takes the sum as it is.
+
+    ``total`` is what the sum of weights has beside the keys (zero keys). Returns the sums of values, the rounded sums of weights
+    (64, 8), the last products' left side, maximum, sum of weights, ``total`` relative to that maximum, the stage of the last
+    block, and the blocks so far.
+    """
+    q_smem, k_smem, v_smem, ones = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    R: gl.constexpr = gl.SliceLayout(1, S)
+    dtype: gl.constexpr = q_smem.dtype
+    acc = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+    sums = gl.full([64, 8], 0.0, gl.float32, product_layout(8))
+    mbarrier.wait(q_full.index(which), number & 1)
+    q = hold(q_smem.index(which), gl.DotOperandLayout(0, S, 2), HELD)
+
+    # The scores of a block are computed while the values of the block before are still being added up.
+    stage = counter % STAGES
+    phase = counter // STAGES & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    if HELD:  # not before a product has read the registers: only then they are loaded for sure
+        mbarrier.arrive(q_empty.index(which), count=1)
+    else:  # after the last product that reads them
+        mbarrier.arrive(q_empty.index(which), count=1, pred=blocks == 1)
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    s = _hide(s, 0, clear_blocks <= 0, columns, seen)
+    m2, alpha = _raise_maximum(s, m2, scale_log2)
+    weights = gl.exp2(s * scale_log2 - m2[:, None])
+    beside = total * alpha
+    if ONLINE:
+        total = beside + gl.sum(weights, 1)
+    else:
+        thread_sums = _sums_of_threads(weights, BLOCK_N)
+    p = weights.to(dtype)
+    for block in range(1, blocks):
+        counter += 1
+        last, last_phase = stage, phase
+        stage = counter % STAGES
+        phase = counter // STAGES & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(last), last_phase)
+        last_p = gl.convert_layout(p, P, assert_trivial=True)
+        acc = warpgroup_mma(last_p, v_smem.index(last), acc, is_async=True)
+        if not ONLINE:
+            sums = _sum_up(p, ones, sums, BLOCK_N)
+        s, q = wait_held(1 if ONLINE else 3, s, q, HELD)
+        if not HELD:
+            mbarrier.arrive(q_empty.index(which), count=1, pred=block == blocks - 1)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        s = _hide(s, block * BLOCK_N, block >= clear_blocks, columns, seen)
+        if ONLINE:
+            m2, alpha = _raise_maximum(s, m2, scale_log2)
+        weights = gl.exp2(s * scale_log2 - m2[:, None])
+        if ONLINE:
+            total = total * alpha + gl.sum(weights, 1)
+        else:
+            thread_sums += _sums_of_threads(weights, BLOCK_N)
+        p = weights.to(dtype)
+        # The products read their left side from registers until they are done: they are named here, so that they last.
+        acc, sums, last_p = warpgroup_mma_wait(0, deps=(acc, sums, last_p))
+        mbarrier.arrive(v_empty.index(last), count=1)
+        if ONLINE:
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+    counter += 1
+    mbarrier.wait(v_full.index(stage), phase)
+    last_p = gl.convert_layout(p, P, assert_trivial=True)
+    acc = warpgroup_mma(last_p, v_smem.index(stage), acc, is_async=True)
+    if not ONLINE:
+        sums = _sum_up(p, ones, sums, BLOCK_N)
+        total = beside + gl.convert_layout(gl.sum(thread_sums, 1), R)
+    return acc, sums, last_p, m2, total, beside, stage, counter
+
+
+@gluon.jit
+def sums_of_weights(sums, total, beside, O: gl.constexpr, ONLINE: gl.constexpr):
+    """By row: what sums of values are divided by, and the sum of weights of lse."""
+    R: gl.constexpr = gl.SliceLayout(1, O)
+    exact = gl.convert_layout(total, R)
+    if ONLINE:
+        return exact, exact
+    else:
+        return gl.convert_layout(gl.max(sums, 1), R) + gl.convert_layout(beside, R), exact
+
+
+@gluon.jit
+def overflows(seen_so_far, acc, total):
+    """Add the rows whose sums are not finite, or nearly so: 0 times what is not finite is not 0."""
+    return gl.where((gl.sum(acc * 0.0, 1) == 0.0) & (total < LARGEST), seen_so_far, 1)
+
+
+@gluon.jit
+def allocate_flags():
+    """Whether a group has seen a sum overflow, and the barrier at which both have said so."""
+    return gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), allocate_barriers(1, 2)
+
+
+@gluon.jit
+def raise_flag(flags, which: gl.constexpr, seen):
+    """Say whether this group has seen a sum overflow."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    flags[0].index(which).store(gl.full([1], 0, gl.int32, ONE) + gl.max(seen, 0))
+    mbarrier.arrive(flags[1].index(0), count=1)
+
+
+@gluon.jit
+def again(items, flags, WARPS: gl.constexpr):
+    """How many items to compute again, online: all if any group has seen a sum overflow."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    mbarrier.wait(flags[1].index(0), 0)
+    seen = gl.sum(flags[0].index(0).load(ONE), 0) + gl.sum(flags[0].index(1).load(ONE), 0)
+    return gl.where(seen > 0, items, 0)

@@ -1,0 +1,120 @@
+"""Scores that grow: the Hopper forward takes the maximum of a row's first keys for all of them, see hopper/softmax.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import oracle
+from dilated_attention_pytorch import BlockSparse, Dilated, attention
+from dilated_attention_pytorch.backends import hopper
+from dilated_attention_pytorch.backends.request import Request
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available()
+        and bool(hopper.why_not(Request("cuda", torch.cuda.get_device_capability(), torch.bfloat16, 64, 0.0))),
+        reason="the kernels are for Hopper GPUs",
+    ),
+]
+PATTERNS = {
+    "one branch": Dilated([1024], [1]),
+    "parts": Dilated([512, 1024], [1, 2]),
+    "blocks": BlockSparse.custom(torch.ones(8, 8, dtype=torch.bool), block_size=128),
+}
+
+
+def random(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def growing(n, heads, head_dim, nats):
+    """q, k, v, dout: scores grow by about so much over 1,024 keys, by 4 times that in every third row."""
+    q, k, v, dout = random(4, 1, n, heads, head_dim).unbind(0)
+    q = q.abs()
+    q[:, ::3] *= 4
+    slope = nats / (0.8 * head_dim**0.5)
+    k += (torch.arange(n, device="cuda") % 1024 / 1024 * slope).to(k)[None, :, None, None]
+    return q, k, v, dout
+
+
+def results(call, q, k, v, dout):
+    """out, lse, dq, dk, dv."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out, lse = call(q, k, v)
+    return [x.detach() for x in (out, lse, *torch.autograd.grad(out, (q, k, v), dout))]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("nats", [0.0, 5.0, 20.0, 60.0, 300.0])
+@pytest.mark.parametrize("pattern", [PATTERNS["one branch"], PATTERNS["parts"]], ids=["one branch", "parts"])
+def test_scores_that_grow(pattern, nats, causal):
+    """By 60 nats and more, the weights of a row overflow; those of other rows do not."""
+    q, k, v, dout = growing(1024, 2, 64, nats)
+    exact = results(
+        lambda *x: oracle.attention(*x, pattern, is_causal=causal), *(x.double().cpu() for x in (q, k, v, dout))
+    )
+    yardstick = results(oracle.plain(pattern, causal), q, k, v, dout)
+    call = lambda *x: attention(*x, pattern, is_causal=causal, backend="hopper", return_lse=True)  # noqa: E731
+    oracle.assert_rounding_only(results(call, q, k, v, dout), yardstick, exact, torch.bfloat16)
+
+
+@pytest.mark.parametrize("nats", [20.0, 60.0])
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
+def test_programs_of_many_items(head_dim, nats):
+    """Three and four items for a multiprocessor, and parts; against the portable kernels, whose softmax is online."""
+    pattern = Dilated([1024, 2048], [1, 2])
+    inputs = growing(4096, 16, head_dim, nats)
+    ours, others = (
+        results(lambda *x, b=b: attention(*x, pattern, is_causal=True, backend=b, return_lse=True), *inputs)
+        for b in ("hopper", "triton")
+    )
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, others, strict=True):
+        assert (a - b).float().norm() < 1e-2 * b.float().norm(), name
+
+
+@pytest.mark.parametrize("nats", [20.0, 40.0, 80.0, 300.0])
+@pytest.mark.parametrize("at", [3, 500, 1020])
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_a_key_that_outweighs_all_others(pattern, at, nats):
+    """Its value is the result, bit for bit, and queries have no gradient: its weight may be rounded, but not only above."""
+    q, k, v, dout = random(4, 1, 1024, 2, 64).unbind(0)
+    q[..., 0], k[..., 0] = 8.0, 0.0
+    k[:, at, :, 0] = nats + 5.0
+    v += v.sign() / 2
+    # Of two branches, the rows of its segment in the first one see it for sure.
+    rows = slice(at // 512 * 512, at // 512 * 512 + 512) if pattern is PATTERNS["parts"] else slice(None)
+    out, _, dq, dk, _ = results(lambda *x: attention(*x, pattern, backend="hopper", return_lse=True), q, k, v, dout)
+    assert torch.equal(out[:, rows], v[:, at : at + 1].expand_as(out[:, rows]))
+    assert dq[:, rows].abs().max() < 1e-3
+    assert dk.isfinite().all()
+
+
+# Infinity times a weight that is too small for float32 is NaN, for blocks of some sizes: so only without growth.
+@pytest.mark.parametrize(
+    ("value", "nats"), [(1e30, 0.0), (1e30, 40.0), (1e30, 300.0), (torch.inf, 0.0), (torch.nan, 0.0), (torch.nan, 300.0)]
+)
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_values_that_are_huge_or_no_numbers(pattern, nats, value):
+    """With 1e30 the weights may be finite where their product with it is not."""
+    q, k, v, _ = growing(1024, 2, 64, nats)
+    v[:, 100] = value
+    ours, others = (attention(q, k, v, pattern, backend=b) for b in ("hopper", "triton"))
+    torch.testing.assert_close(ours, others, rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("nats", [5.0, 60.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_listed_blocks_with_scores_that_grow(causal, nats):
+    table = torch.rand(8, 8) < 0.5
+    table[3], table[:, 2] = False, False
+    pattern = BlockSparse.custom(table, block_size=128)
+    inputs = growing(1000, 4, 128, nats)
+    ours, others = (
+        results(lambda *x, b=b: attention(*x, pattern, is_causal=causal, backend=b, return_lse=True), *inputs)
+        for b in ("hopper", "triton")
+    )
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, others, strict=True):
+        a, b = (x.float().nan_to_num(neginf=0.0) for x in (a, b))
+        assert (a - b).norm() <= 1e-2 * b.norm(), name
