@@ -36,6 +36,7 @@ from dilated_attention_pytorch.backends.hopper import forward as hopper_forward
 from dilated_attention_pytorch.backends.hopper import run as hopper_run
 from dilated_attention_pytorch.backends.triton import backward, block_backward, block_forward, forward, merge, parts
 from dilated_attention_pytorch.backends.triton.configs import block_configs, padded
+from dilated_attention_pytorch.backends.triton.launch import FUSED
 
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkv": backward.dkv_kernel}
 BLOCKS = {
@@ -183,7 +184,7 @@ def compiled_usage(source, function, constants, size, options, single=()):
             hints[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     source = source(fn=function, signature=signature, constexprs=constexprs, attrs=hints)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | FUSED)
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

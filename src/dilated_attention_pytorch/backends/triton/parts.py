@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.triton.configs import padded
+from dilated_attention_pytorch.backends.triton.launch import FUSED
 from dilated_attention_pytorch.backends.triton.merge import BATCH, addresses_kernel, merge_kernel, sum_kernel
 from dilated_attention_pytorch.backends.triton.tables import keep_for_device
 from dilated_attention_pytorch.pieces import Cut
@@ -132,7 +133,7 @@ def _addresses(tensors: list[Tensor]) -> Tensor:
     values += values[-1:] * (-len(values) % batch)
     table = torch.empty(len(values), dtype=torch.int64, device=tensors[0].device)
     for start in range(0, len(values), batch):
-        addresses_kernel[(1,)](table[start:], tuple(values[start : start + batch]))
+        addresses_kernel[(1,)](table[start:], tuple(values[start : start + batch]), **FUSED)
     return table
 
 
@@ -161,7 +162,7 @@ def _launch(
     sizes = block_sizes(d)
     kernel[(triton.cdiv(n, sizes["BLOCK"]) * heads * batch,)](
         _addresses(parts + parts_lse), table.entries, table.first, *results, number, n, heads,
-        D=d, ALIGNED=aligned // size, num_warps=WARPS, **sizes,
+        D=d, ALIGNED=aligned // size, num_warps=WARPS, **sizes, **FUSED,
     )  # fmt: skip
 
 
