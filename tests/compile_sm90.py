@@ -135,7 +135,7 @@ def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_P
         "D": head_dim,
         "BLOCK_D": padded(head_dim),
         "BLOCK_M" if kernel == "dkv" else "BLOCK_N": config.block,
-        "STAGES": hopper_run.stages(config, parts),
+        "STAGES": hopper_run.stages(config, head_dim, parts),
         "HELD": config.held,
         "FINAL": final,
         "PARTS": parts,

@@ -104,6 +104,17 @@ def test_values_that_are_huge_or_no_numbers(pattern, nats, value):
     torch.testing.assert_close(ours, others, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_items_of_one_block(head_dim):
+    """Four and five of them for a multiprocessor; one has a value that is no number, so some programs come again."""
+    q, k, v = random(3, 1, 40 * 128, 16, head_dim).unbind(0)
+    v[:, 300, 3] = torch.nan
+    ours, others = (attention(q, k, v, Dilated([128], [1]), backend=b) for b in ("hopper", "triton"))
+    torch.testing.assert_close(ours, others, rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert ours[:, 256:384, 3].isnan().all()
+    assert ours.isnan().sum() == 128 * head_dim
+
+
 @pytest.mark.parametrize("nats", [5.0, 60.0])
 @pytest.mark.parametrize("causal", [False, True])
 def test_listed_blocks_with_scores_that_grow(causal, nats):

@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma_wait,
 )
 
 from dilated_attention_pytorch.backends.hopper.block_pieces import (
@@ -36,6 +35,7 @@ from dilated_attention_pytorch.backends.hopper.softmax import (
     overflows,
     raise_flag,
     sums_of_weights,
+    wait_for_sums,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LN_2
 
@@ -140,7 +140,7 @@ def _compute_pass(
         seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
         m2 = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
-        acc, sums, p, m2, total, beside, stage, counter = attend_item(
+        acc, sums, left, m2, total, beside, stage, counter = attend_item(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
             BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S, O,
         )  # fmt: skip
@@ -148,7 +148,7 @@ def _compute_pass(
         next_item = gl.minimum(item + gl.num_programs(0), items - 1)
         following = find_block_item(tables[0], rows, next_item, BLOCK_SIZE)
         following_list = find_list(tables, following[0], following[1], following[2], following[5])
-        acc, sums, p = warpgroup_mma_wait(0, deps=(acc, sums, p))
+        acc, sums = wait_for_sums(acc, sums, left, ONLINE)
         mbarrier.arrive(v_empty.index(stage), count=1)
         mbarrier.arrive(done.index(number & 1), count=1)
         number += 1

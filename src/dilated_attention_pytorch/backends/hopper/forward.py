@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma_wait,
 )
 
 from dilated_attention_pytorch.backends.hopper.pieces import (
@@ -56,6 +55,7 @@ from dilated_attention_pytorch.backends.hopper.softmax import (
     overflows,
     raise_flag,
     sums_of_weights,
+    wait_for_sums,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LN_2
 
@@ -220,7 +220,7 @@ def _compute_pass(
         zero_keys = known(facts, slot, ZERO_KEYS).to(gl.float32)
         m2 = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + gl.where(zero_keys > 0, 0.0, float("-inf"))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + zero_keys
-        acc, sums, p, m2, total, beside, stage, counter = attend_item(
+        acc, sums, left, m2, total, beside, stage, counter = attend_item(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
             BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S, O,
         )  # fmt: skip
@@ -232,7 +232,7 @@ def _compute_pass(
             places, there = find_part(facts, slot, 0, positions, inside, PARTS)
             part_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
             part_out = load_part(PART_OUT, places, there, D, BLOCK_D)
-        acc, sums, p = warpgroup_mma_wait(0, deps=(acc, sums, p))
+        acc, sums = wait_for_sums(acc, sums, left, ONLINE)
         mbarrier.arrive(v_empty.index(stage), count=1)
 
         divisor, total_o = sums_of_weights(sums, total, beside, O, ONLINE)

@@ -61,7 +61,7 @@ def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr):
 
 @gluon.jit
 def let_next_begin():
-    """Let programs of the next launch of this call take the multiprocessors that this one leaves; for the producer."""
+    """Let programs of the next launch of this call take the multiprocessors that this one leaves; by one warp."""
     gdc_launch_dependents()
 
 
@@ -216,7 +216,7 @@ def allocate_facts(PARTS: gl.constexpr):
 
 @gluon.jit
 def leave(facts, slot, which: gl.constexpr, value):
-    """Write one of the facts of an item; for the producer."""
+    """Write one of the facts of an item; for the warp that reads the tables."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     facts[0].index(slot * FACTS + which).store(gl.full([1], 0, gl.int64, ONE) + value)
 
@@ -239,7 +239,7 @@ def result_row(row, own_sample, sample, head, tile, start, first, length, heads,
 
 @gluon.jit
 def look_up_parts(tables, row, own_sample, head, heads, key_head, G, parts, PARTS: gl.constexpr):
-    """The part_facts of all parts to be added to an item at once, one by each thread of the producer."""
+    """The part_facts of all parts to be added to an item at once, one by each thread of a warp."""
     _, LAYOUT, OFFSETS = tables
     child = gl.arange(0, PARTS, gl.BlockedLayout([1], [32], [1], [0]))
     part = gl.load(row + 23) + gl.minimum(child, gl.load(row + 24) - 1)  # the last one again where there are no more

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, Config,
 from dilated_attention_pytorch.backends.hopper.dkv import dkv_kernel
 from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
-from dilated_attention_pytorch.backends.hopper.pieces import in_fours
+from dilated_attention_pytorch.backends.hopper.pieces import PART_FACTS, in_fours
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
 from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
@@ -96,15 +96,17 @@ def constants(config: Config, head_dim: int) -> dict[str, Any]:
     }
 
 
-def stages(config: Config, parts: int) -> int:
-    """Blocks in flight: what is known of many parts takes the room of one."""
-    return config.stages - (parts > LEAST_PARTS)
+def stages(config: Config, head_dim: int, parts: int) -> int:
+    """Blocks in flight: what is known of many parts takes the room of some."""
+    known_bytes = max(0, parts - LEAST_PARTS) * 2 * PART_FACTS.value * 8
+    block_bytes = 2 * config.block * portable.padded(head_dim) * 2
+    return config.stages - -(-known_bytes // block_bytes)
 
 
 def _table_constants(config: Config, head_dim: int, one: Launch) -> dict[str, Any]:
     # Few different numbers, so that few kernels are compiled.
     parts = max(LEAST_PARTS, triton.next_power_of_2(one.children)) if one.children else 0
-    return {**constants(config, head_dim), "STAGES": stages(config, parts), "FINAL": one.final, "PARTS": parts}
+    return {**constants(config, head_dim), "STAGES": stages(config, head_dim, parts), "FINAL": one.final, "PARTS": parts}
 
 
 def _calls(

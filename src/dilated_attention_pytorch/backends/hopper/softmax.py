@@ -2,8 +2,8 @@
 
 With weights relative to a row's maximum so far, every block of keys waits for its own maximum, and sums are scaled again
 where that has grown. Here (bfloat16) they are relative to the maximum of a row's *first* block, also where later
-scores are larger: bfloat16 and float32 hold weights up to 2**127. If sums do overflow, by scores that grow by 88 nats or
-values of 1e30, the program computes all of its items again with the online softmax.
+scores are larger: bfloat16 and float32 hold weights up to 2**127. If sums come near that, by scores that grow by 69 nats, or
+overflow, by values of 1e30, the program computes all of its items again with the online softmax.
 
 The largest weight of a row is then not 1 but any number, and rounded. A row that is all one key would be that key's
 value times the rounding. So rows are divided by the sum of their rounded weights, which a product with ones adds up; the
@@ -49,14 +49,34 @@ def _sums_of_threads(weights, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _sum_up(p, ones, sums, COLUMNS: gl.constexpr):
-    """Start to add the rows of rounded weights to ``sums`` (64, 8), whose columns are all the same; two products."""
-    L: gl.constexpr = gl.DotOperandLayout(0, product_layout(8), 2)
-    first, second = p.reshape([64, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
-    for half in gl.static_range(2):
-        part = gl.convert_layout(first if half == 0 else second, L, assert_trivial=True)
-        sums = warpgroup_mma(part, ones.permute((1, 0)), sums, is_async=True)
-    return sums
+def _add_up(p, values, ones, acc, sums, COLUMNS: gl.constexpr, ONLINE: gl.constexpr, O: gl.constexpr):
+    """Start the products with rounded weights: with the values, and, not ONLINE, with ones in two halves.
+
+    ``sums`` (64, 8) are the rows of weights added up, all columns the same. Returns the left sides too, for ``wait_for_sums``.
+    """
+    whole = gl.convert_layout(p, gl.DotOperandLayout(0, O, 2), assert_trivial=True)
+    acc = warpgroup_mma(whole, values, acc, is_async=True)
+    if ONLINE:
+        return acc, sums, (whole,)
+    else:
+        L: gl.constexpr = gl.DotOperandLayout(0, product_layout(8), 2)
+        first, second = p.reshape([64, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
+        first = gl.convert_layout(first, L, assert_trivial=True)
+        second = gl.convert_layout(second, L, assert_trivial=True)
+        sums = warpgroup_mma(first, ones.permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma(second, ones.permute((1, 0)), sums, is_async=True)
+        return acc, sums, (whole, first, second)
+
+
+@gluon.jit
+def wait_for_sums(acc, sums, left, ONLINE: gl.constexpr):
+    """Products read their left sides from registers until they are done: they are named here, so that they last."""
+    if ONLINE:
+        acc, _ = warpgroup_mma_wait(0, deps=(acc, left[0]))
+        return acc, sums
+    else:
+        acc, sums, _, _, _ = warpgroup_mma_wait(0, deps=(acc, sums, left[0], left[1], left[2]))
+        return acc, sums
 
 
 @gluon.jit
@@ -74,12 +94,11 @@ def attend_item(
     largest one need not be 1, and its rounding would be an error of the row. lse takes the sum as it is.
 
     ``total`` is what the sum of weights has beside the keys (zero keys). Returns the sums of values, the rounded sums of weights
-    (64, 8), the last products' left side, maximum, sum of weights, ``total`` relative to that maximum, the stage of the last
+    (64, 8), the last products' left sides, maximum, sum of weights, ``total`` relative to that maximum, the stage of the last
     block, and the blocks so far.
     """
     q_smem, k_smem, v_smem, ones = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     R: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = q_smem.dtype
     acc = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
@@ -115,10 +134,7 @@ def attend_item(
         mbarrier.wait(k_full.index(stage), phase)
         s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(last), last_phase)
-        last_p = gl.convert_layout(p, P, assert_trivial=True)
-        acc = warpgroup_mma(last_p, v_smem.index(last), acc, is_async=True)
-        if not ONLINE:
-            sums = _sum_up(p, ones, sums, BLOCK_N)
+        acc, sums, left = _add_up(p, v_smem.index(last), ones, acc, sums, BLOCK_N, ONLINE, O)
         s, q = wait_held(1 if ONLINE else 3, s, q, HELD)
         if not HELD:
             mbarrier.arrive(q_empty.index(which), count=1, pred=block == blocks - 1)
@@ -132,19 +148,16 @@ def attend_item(
         else:
             thread_sums += _sums_of_threads(weights, BLOCK_N)
         p = weights.to(dtype)
-        # The products read their left side from registers until they are done: they are named here, so that they last.
-        acc, sums, last_p = warpgroup_mma_wait(0, deps=(acc, sums, last_p))
+        acc, sums = wait_for_sums(acc, sums, left, ONLINE)
         mbarrier.arrive(v_empty.index(last), count=1)
         if ONLINE:
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
     counter += 1
     mbarrier.wait(v_full.index(stage), phase)
-    last_p = gl.convert_layout(p, P, assert_trivial=True)
-    acc = warpgroup_mma(last_p, v_smem.index(stage), acc, is_async=True)
+    acc, sums, left = _add_up(p, v_smem.index(stage), ones, acc, sums, BLOCK_N, ONLINE, O)
     if not ONLINE:
-        sums = _sum_up(p, ones, sums, BLOCK_N)
         total = beside + gl.convert_layout(gl.sum(thread_sums, 1), R)
-    return acc, sums, last_p, m2, total, beside, stage, counter
+    return acc, sums, left, m2, total, beside, stage, counter
 
 
 @gluon.jit

@@ -95,7 +95,7 @@ def quotient(x, inverse):
     """``x // divisor`` of what is not negative, by ``tables.inverse(divisor)``: three instructions instead of twenty."""
     factor = (inverse & 0xFFFFFFFF).to(tl.uint64)
     shift = (inverse >> 32).to(tl.uint32)
-    return ((((2 * x).to(tl.uint32).to(tl.uint64) * factor) >> 32).to(tl.uint32) >> shift).to(tl.int32)
+    return ((((x.to(tl.uint32) * 2).to(tl.uint64) * factor) >> 32).to(tl.uint32) >> shift).to(tl.int32)
 
 
 @triton.jit
