@@ -98,7 +98,7 @@ def constants(config: Config, head_dim: int) -> dict[str, Any]:
 
 def stages(config: Config, head_dim: int, parts: int) -> int:
     """Blocks in flight: what is known of many parts takes the room of some."""
-    known_bytes = max(0, parts - LEAST_PARTS) * 2 * PART_FACTS.value * 8
+    known_bytes = max(0, parts - LEAST_PARTS) * 2 * int(PART_FACTS.value) * 8
     block_bytes = 2 * config.block * portable.padded(head_dim) * 2
     return config.stages - -(-known_bytes // block_bytes)
 
