@@ -148,6 +148,7 @@ def _compute_dkv(
         v = hold(v_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 2)
         dk = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
         dv = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+        entries = first * 0
         for member in range(group):
             count, _, first_entry, last_entry = find_list(tables, row, key_head * group + member, first, length)
             clear, whole = _masked_blocks(count, first_entry, last_entry, first, length, CAUSAL, BLOCK_M, BLOCK_SIZE)
@@ -162,8 +163,12 @@ def _compute_dkv(
             )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
+            entries += count
         mbarrier.arrive(rows_empty.index(half), count=1)
         number += 1
+        if entries == 0:  # served as one block with weights 0, whose queries may be anything
+            dk = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+            dv = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
 
         inside = (begin + numbers) < length
         start = ((sample.to(gl.int64) * M + starts[1] + begin) * G + key_head) * D

@@ -135,6 +135,8 @@ def _compute_dq(
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.arrive(done.index(number & 1), count=1)
         number += 1
+        if count == 0:  # served as one block with weights 0, whose keys and values may be anything
+            dq_sum = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
 
         inside = (begin + numbers) < length
         start = ((sample.to(gl.int64) * N + starts[0] + begin) * H + head) * D
