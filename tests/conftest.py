@@ -21,7 +21,11 @@ settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked gpu are run by ``make test-gpu``; without a device they say so."""
+    """Tests marked gpu are run by ``make test-gpu``; without a device they say so.
+
+    Those that compile kernels come first: half a minute each, they would be what one process does while others are done.
+    """
+    items.sort(key=lambda item: item.path.name != "test_triton_compile.py")
     if torch.cuda.is_available():
         return
     for item in items:
