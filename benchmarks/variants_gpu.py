@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import triton
 import tune_hopper
-from gpu import milliseconds
+from gpu import steady_milliseconds
 
 from dilated_attention_pytorch.backends.hopper import run
 from dilated_attention_pytorch.backends.triton.run import row_delta
@@ -39,14 +39,7 @@ def turn(kernel: str, name: str, seconds: float, cache: dict) -> dict:
     problem, x, lse, delta = cache[name]
     call = lambda: tune_hopper.call(kernel, problem, x, lse, delta, None)  # noqa: E731
     sums = [float(y.double().abs().sum()) for y in tune_hopper.outputs(call())]
-    calls = max(3, int(seconds * 1e3 / milliseconds(call, 1)))
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for event in (start, stop):
-        for _ in range(calls):
-            call()
-        event.record()
-    torch.cuda.synchronize()
-    return {"ms": start.elapsed_time(stop) / calls, "sums": sums}
+    return {"ms": steady_milliseconds(call, seconds), "sums": sums}
 
 
 def serve(seconds: float) -> None:

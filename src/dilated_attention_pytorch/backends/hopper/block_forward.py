@@ -20,7 +20,6 @@ from dilated_attention_pytorch.backends.hopper.block_pieces import (
 from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
     allocate_barriers,
-    allocate_ones,
     allocate_rows,
     load_rows,
     product_layout,
@@ -30,6 +29,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
 from dilated_attention_pytorch.backends.hopper.softmax import (
     again,
     allocate_flags,
+    allocate_ones,
     attend_item,
     is_online,
     overflows,

@@ -24,7 +24,6 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     ZERO_KEYS,
     allocate_barriers,
     allocate_facts,
-    allocate_ones,
     allocate_rows,
     element,
     find_item,
@@ -50,6 +49,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
 from dilated_attention_pytorch.backends.hopper.softmax import (
     again,
     allocate_flags,
+    allocate_ones,
     attend_item,
     is_online,
     overflows,

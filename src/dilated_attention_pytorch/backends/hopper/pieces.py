@@ -113,14 +113,6 @@ def allocate_rows(dtype: gl.constexpr, BUFFERS: gl.constexpr, BLOCK: gl.constexp
     return gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, BLOCK_D], layout)
 
 
-@gluon.jit
-def allocate_ones(dtype: gl.constexpr, COLUMNS: gl.constexpr):
-    """Shared memory for 8 rows of ones: a product with them adds up rows."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], dtype)
-    ONE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    return gl.allocate_shared_memory(dtype, [8, COLUMNS], layout, gl.full([8, COLUMNS], 1.0, dtype, ONE))
-
-
 @gluon.constexpr_function
 def product_layout(COLUMNS):
     """How the result of a product of 64 rows lies in the registers of a group."""

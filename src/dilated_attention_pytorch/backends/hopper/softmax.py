@@ -28,6 +28,14 @@ def is_online(dtype):
 
 
 @gluon.jit
+def allocate_ones(dtype: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory for 8 rows of ones: a product with them adds up rows."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], dtype)
+    ONE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    return gl.allocate_shared_memory(dtype, [8, COLUMNS], layout, gl.full([8, COLUMNS], 1.0, dtype, ONE))
+
+
+@gluon.jit
 def _hide(s, n, masked, columns, seen):
     """Scores of a block of keys from place ``n`` on, -inf where a row does not see them."""
     if masked:
@@ -87,12 +95,7 @@ def attend_item(
 ):  # fmt: skip
     """The softmax over all blocks of keys of an item, for the rows of one group, up to the start of the last products.
 
-    Weights are relative to the maximum of the first block of keys, also where later scores are larger: bfloat16 has the
-    range of float32. So no block waits for its maximum, and nothing is scaled again. Where scores grow by more than that
-    range has, sums overflow: the caller has to look (``overflows``), and to come again with ``ONLINE``, which is the online softmax.
-    Rows are to be divided by the sum of their weights as the product with the values takes them, rounded: the
-    largest one need not be 1, and its rounding would be an error of the row. lse takes the sum as it is.
-
+    Unless ``ONLINE``, the caller has to look for ``overflows``, and to come again with it where there are some.
     ``total`` is what the sum of weights has beside the keys (zero keys). Returns the sums of values, the rounded sums of weights
     (64, 8), the last products' left sides, maximum, sum of weights, ``total`` relative to that maximum, the stage of the last
     block, and the blocks so far.
