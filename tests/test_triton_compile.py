@@ -142,15 +142,12 @@ def check_hopper(kernel, used, single_results=False):
         assert used["narrow_stores"] == (8 if kernel == "forward" else 0)
     assert len(used["loops"]) == 2 * passes(kernel)  # one for each group of warps
     if kernel == "forward":
-        # The first pass looks for no maximum, and adds up rounded weights: 8 products with ones.
-        first, second, *others = used["loops"]
-        assert first["instructions"] < 0.9 * second["instructions"]
-        assert first["products"] == second["products"] + 8
-        assert [loop["products"] for loop in others] == [first["products"], second["products"]]
+        # The first pass looks for no maximum.
+        first, second = used["loops"][:2]
+        assert first["instructions"] < 0.8 * second["instructions"]
     for loop in used["loops"]:
-        # Spilled scalars are for before and after the loop. Triton 3.9, other than 3.6, copies the left side that two
-        # products read, and has to put some scalars away. A wait per product is how the assembler serialises them all.
-        assert loop["local_memory"] <= (0.03 if kernel == "forward" else 0.02) * loop["instructions"]
+        # Spilled scalars are for before and after the loop. A wait per product is how the assembler serialises them all.
+        assert loop["local_memory"] <= 0.02 * loop["instructions"]
         assert loop["waits"] <= 3 < loop["products"]
 
 

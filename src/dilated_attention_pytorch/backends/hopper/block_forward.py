@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    warpgroup_mma_wait,
 )
 
 from dilated_attention_pytorch.backends.hopper.block_pieces import (
@@ -29,13 +30,10 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
 from dilated_attention_pytorch.backends.hopper.softmax import (
     again,
     allocate_flags,
-    allocate_ones,
     attend_item,
     is_online,
     overflows,
     raise_flag,
-    sums_of_weights,
-    wait_for_sums,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LN_2
 
@@ -49,7 +47,7 @@ def _load_item(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Ask for the query rows of both groups, then for listed keys and values, block by block as room comes free."""
-    q_smem, k_smem, v_smem, _ = smem
+    q_smem, k_smem, v_smem = smem
     q_full, q_empty = bars[:2]
     q_desc = row_descriptor(at[0], length, steps[0], D, 64, BLOCK_D)
     k_desc = row_descriptor(at[1], length, steps[1], D, BLOCK_N, BLOCK_D)
@@ -140,7 +138,7 @@ def _compute_pass(
         seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
         m2 = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
-        acc, sums, left, m2, total, beside, stage, counter = attend_item(
+        acc, p, m2, total, divisor, stage, counter = attend_item(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
             BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S, O,
         )  # fmt: skip
@@ -148,19 +146,20 @@ def _compute_pass(
         next_item = gl.minimum(item + gl.num_programs(0), items - 1)
         following = find_block_item(tables[0], rows, next_item, BLOCK_SIZE)
         following_list = find_list(tables, following[0], following[1], following[2], following[5])
-        acc, sums = wait_for_sums(acc, sums, left, ONLINE)
+        acc, _ = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_empty.index(stage), count=1)
         mbarrier.arrive(done.index(number & 1), count=1)
         number += 1
 
         inside = (begin + numbers) < length
-        divisor, total_o = sums_of_weights(sums, total, beside, O, ONLINE)
+        total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
+        divisor_o = gl.convert_layout(divisor, gl.SliceLayout(1, O))
         if not ONLINE:
             overflow = overflows(overflow, acc, total_o)
         m2_o = gl.convert_layout(m2, gl.SliceLayout(1, O))
         something = total_o > 0.0
         # An empty list is served as one block with weights 0, whose values may be anything.
-        out = gl.where(something[:, None], acc * (1.0 / divisor)[:, None], 0.0)
+        out = gl.where(something[:, None], acc * (1.0 / divisor_o)[:, None], 0.0)
         lse = gl.where(something, (m2_o + gl.log2(total_o)) * LN_2, float("-inf"))
         first_row = starts[0] + begin
         gl.store(LSE + (sample.to(gl.int64) * H + head) * N + first_row + numbers, lse, mask=inside)
@@ -207,7 +206,6 @@ def block_forward_kernel(
         allocate_rows(dtype, 2, 64, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
-        allocate_ones(dtype, BLOCK_N // 2),
     )
     bars = (
         allocate_barriers(2, 1),

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    warpgroup_mma_wait,
 )
 
 from dilated_attention_pytorch.backends.hopper.pieces import (
@@ -49,13 +50,10 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
 from dilated_attention_pytorch.backends.hopper.softmax import (
     again,
     allocate_flags,
-    allocate_ones,
     attend_item,
     is_online,
     overflows,
     raise_flag,
-    sums_of_weights,
-    wait_for_sums,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LN_2
 
@@ -66,7 +64,7 @@ def _load_item(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Ask for the query rows of both groups, then for keys and values, block by block as room comes free."""
-    q_smem, k_smem, v_smem, _ = smem
+    q_smem, k_smem, v_smem = smem
     q_full, q_empty = bars[:2]
     q_desc = row_descriptor(q_at, q_rows, steps[0], D, 64, BLOCK_D)
     k_desc = row_descriptor(k_at, k_rows, steps[1], D, BLOCK_N, BLOCK_D)
@@ -220,7 +218,7 @@ def _compute_pass(
         zero_keys = known(facts, slot, ZERO_KEYS).to(gl.float32)
         m2 = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + gl.where(zero_keys > 0, 0.0, float("-inf"))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + zero_keys
-        acc, sums, left, m2, total, beside, stage, counter = attend_item(
+        acc, p, m2, total, divisor, stage, counter = attend_item(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
             BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S, O,
         )  # fmt: skip
@@ -232,13 +230,13 @@ def _compute_pass(
             places, there = find_part(facts, slot, 0, positions, inside, PARTS)
             part_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
             part_out = load_part(PART_OUT, places, there, D, BLOCK_D)
-        acc, sums = wait_for_sums(acc, sums, left, ONLINE)
+        acc, _ = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_empty.index(stage), count=1)
 
-        divisor, total_o = sums_of_weights(sums, total, beside, O, ONLINE)
+        total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
         if not ONLINE:
             overflow = overflows(overflow, acc, total_o)
-        factor = 1.0 / divisor
+        factor = 1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, O))
         lse2 = gl.convert_layout(m2, gl.SliceLayout(1, O)) + gl.log2(total_o)
         if PARTS > 0:
             for child in range(1, known(facts, slot, CHILDREN).to(gl.int32)):
@@ -308,7 +306,6 @@ def forward_kernel(
         allocate_rows(dtype, 2, 64, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
-        allocate_ones(dtype, BLOCK_N // 2),
     )
     bars = (
         allocate_barriers(2, 1),

@@ -5,9 +5,8 @@ where that has grown. Here (bfloat16) they are relative to the maximum of a row'
 scores are larger: bfloat16 and float32 hold weights up to 2**127. If sums come near that, by scores that grow by 69 nats, or
 overflow, by values of 1e30, the program computes all of its items again with the online softmax.
 
-The largest weight of a row is then not 1 but any number, and rounded. A row that is all one key would be that key's
-value times the rounding. So rows are divided by the sum of their rounded weights, which a product with ones adds up; the
-sum before rounding gives lse.
+The largest weight of a row is then not 1 but any number, and rounded. Of many keys the roundings even out; a row that is
+all one key would be that key's value times the rounding of its weight, see ``_divisor``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from dilated_attention_pytorch.backends.hopper.pieces import allocate_barriers, hold, product_layout, wait_held
+from dilated_attention_pytorch.backends.hopper.pieces import allocate_barriers, hold, wait_held
 
 LARGEST = gl.constexpr(2.0**100)  # sums of weights from here on are computed again
 
@@ -25,14 +24,6 @@ LARGEST = gl.constexpr(2.0**100)  # sums of weights from here on are computed ag
 def is_online(dtype):
     """Whether the first pass has to be online: other types have not the range for weights above 1."""
     return dtype != gl.bfloat16
-
-
-@gluon.jit
-def allocate_ones(dtype: gl.constexpr, COLUMNS: gl.constexpr):
-    """Shared memory for 8 rows of ones: a product with them adds up rows."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, COLUMNS], dtype)
-    ONE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    return gl.allocate_shared_memory(dtype, [8, COLUMNS], layout, gl.full([8, COLUMNS], 1.0, dtype, ONE))
 
 
 @gluon.jit
@@ -57,34 +48,17 @@ def _sums_of_threads(weights, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _add_up(p, values, ones, acc, sums, COLUMNS: gl.constexpr, ONLINE: gl.constexpr, O: gl.constexpr):
-    """Start the products with rounded weights: with the values, and, not ONLINE, with ones in two halves.
+def _divisor(total, largest, dtype: gl.constexpr):
+    """What sums of values are divided by: the sum of weights, or, for rows of one key, of rounded ones.
 
-    ``sums`` (64, 8) are the rows of weights added up, all columns the same. Returns the left sides too, for ``wait_for_sums``.
+    ``largest`` is the largest of the four sums that threads have of a row, ``total`` the sum of all weights. If the others
+    are too small to change how ``largest`` is rounded, so are, as far as one can tell, the other keys of that thread: it is
+    one weight, which was rounded like that. Then the row is that key's value bit for bit, and its queries have no gradient.
     """
-    whole = gl.convert_layout(p, gl.DotOperandLayout(0, O, 2), assert_trivial=True)
-    acc = warpgroup_mma(whole, values, acc, is_async=True)
-    if ONLINE:
-        return acc, sums, (whole,)
-    else:
-        L: gl.constexpr = gl.DotOperandLayout(0, product_layout(8), 2)
-        first, second = p.reshape([64, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
-        first = gl.convert_layout(first, L, assert_trivial=True)
-        second = gl.convert_layout(second, L, assert_trivial=True)
-        sums = warpgroup_mma(first, ones.permute((1, 0)), sums, is_async=True)
-        sums = warpgroup_mma(second, ones.permute((1, 0)), sums, is_async=True)
-        return acc, sums, (whole, first, second)
-
-
-@gluon.jit
-def wait_for_sums(acc, sums, left, ONLINE: gl.constexpr):
-    """Products read their left sides from registers until they are done: they are named here, so that they last."""
-    if ONLINE:
-        acc, _ = warpgroup_mma_wait(0, deps=(acc, left[0]))
-        return acc, sums
-    else:
-        acc, sums, _, _, _ = warpgroup_mma_wait(0, deps=(acc, sums, left[0], left[1], left[2]))
-        return acc, sums
+    others = total - largest
+    rounded = largest.to(dtype).to(gl.float32)
+    alone = (largest - 2.0 * others).to(dtype).to(gl.float32) == rounded
+    return gl.where(alone, rounded + others, total)
 
 
 @gluon.jit
@@ -96,16 +70,15 @@ def attend_item(
     """The softmax over all blocks of keys of an item, for the rows of one group, up to the start of the last products.
 
     Unless ``ONLINE``, the caller has to look for ``overflows``, and to come again with it where there are some.
-    ``total`` is what the sum of weights has beside the keys (zero keys). Returns the sums of values, the rounded sums of weights
-    (64, 8), the last products' left sides, maximum, sum of weights, ``total`` relative to that maximum, the stage of the last
-    block, and the blocks so far.
+    ``total`` is what the sum of weights has beside the keys (zero keys). Returns the sums of values, the last product's left
+    side, maximum, sum of weights, what to divide by, the stage of the last block, and the blocks so far.
     """
-    q_smem, k_smem, v_smem, ones = smem
+    q_smem, k_smem, v_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     R: gl.constexpr = gl.SliceLayout(1, S)
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     dtype: gl.constexpr = q_smem.dtype
     acc = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
-    sums = gl.full([64, 8], 0.0, gl.float32, product_layout(8))
     mbarrier.wait(q_full.index(which), number & 1)
     q = hold(q_smem.index(which), gl.DotOperandLayout(0, S, 2), HELD)
 
@@ -123,12 +96,12 @@ def attend_item(
     s = _hide(s, 0, clear_blocks <= 0, columns, seen)
     m2, alpha = _raise_maximum(s, m2, scale_log2)
     weights = gl.exp2(s * scale_log2 - m2[:, None])
-    beside = total * alpha
+    total = total * alpha
     if ONLINE:
-        total = beside + gl.sum(weights, 1)
+        total += gl.sum(weights, 1)
     else:
         thread_sums = _sums_of_threads(weights, BLOCK_N)
-    p = weights.to(dtype)
+    p = gl.convert_layout(weights.to(dtype), P, assert_trivial=True)
     for block in range(1, blocks):
         counter += 1
         last, last_phase = stage, phase
@@ -137,8 +110,9 @@ def attend_item(
         mbarrier.wait(k_full.index(stage), phase)
         s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(last), last_phase)
-        acc, sums, left = _add_up(p, v_smem.index(last), ones, acc, sums, BLOCK_N, ONLINE, O)
-        s, q = wait_held(1 if ONLINE else 3, s, q, HELD)
+        last_p = p
+        acc = warpgroup_mma(last_p, v_smem.index(last), acc, is_async=True)
+        s, q = wait_held(1, s, q, HELD)
         if not HELD:
             mbarrier.arrive(q_empty.index(which), count=1, pred=block == blocks - 1)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -150,28 +124,21 @@ def attend_item(
             total = total * alpha + gl.sum(weights, 1)
         else:
             thread_sums += _sums_of_threads(weights, BLOCK_N)
-        p = weights.to(dtype)
-        acc, sums = wait_for_sums(acc, sums, left, ONLINE)
+        p = gl.convert_layout(weights.to(dtype), P, assert_trivial=True)
+        # Products read their left sides from registers until they are done: named here, so that they last.
+        acc, _ = warpgroup_mma_wait(0, deps=(acc, last_p))
         mbarrier.arrive(v_empty.index(last), count=1)
         if ONLINE:
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
     counter += 1
     mbarrier.wait(v_full.index(stage), phase)
-    acc, sums, left = _add_up(p, v_smem.index(stage), ones, acc, sums, BLOCK_N, ONLINE, O)
-    if not ONLINE:
-        total = beside + gl.convert_layout(gl.sum(thread_sums, 1), R)
-    return acc, sums, left, m2, total, beside, stage, counter
-
-
-@gluon.jit
-def sums_of_weights(sums, total, beside, O: gl.constexpr, ONLINE: gl.constexpr):
-    """By row: what sums of values are divided by, and the sum of weights of lse."""
-    R: gl.constexpr = gl.SliceLayout(1, O)
-    exact = gl.convert_layout(total, R)
+    acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
     if ONLINE:
-        return exact, exact
+        return acc, p, m2, total, total, stage, counter
     else:
-        return gl.convert_layout(gl.max(sums, 1), R) + gl.convert_layout(beside, R), exact
+        total += gl.convert_layout(gl.sum(thread_sums, 1), R)
+        divisor = _divisor(total, gl.convert_layout(gl.max(thread_sums, 1), R), dtype)
+        return acc, p, m2, total, divisor, stage, counter
 
 
 @gluon.jit
