@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/variants_gpu.py 'forward|D=64,dkv|D=128 causal' src ../other/src [--out FILE]
 
-Jobs are a kernel (forward, dq, dkv) and a setting of tune_hopper.py; the first tree is what the others are compared with. A
+Jobs are a kernel (forward, dq, dkv) and one of SETTINGS; the first tree is what the others are compared with. A
 turn is ``--seconds`` of calls that are not counted and as many that are: in turns of a tenth of a second the clock is still
 falling, and differences of 10 % look like 2. ``differs`` compares the sums of all results, to see that they agree.
 """
@@ -20,10 +20,16 @@ from pathlib import Path
 import torch
 import triton
 import tune_hopper
-from gpu import steady_milliseconds
+from gpu import GIGAPATH, WIDE, Setting, steady_milliseconds
 
 from dilated_attention_pytorch.backends.hopper import run
 from dilated_attention_pytorch.backends.triton.run import row_delta
+
+SETTINGS = tune_hopper.SETTINGS | {
+    "D=48": Setting(GIGAPATH, 2**17, 16, 48, 4096),
+    "D=80": Setting(WIDE, 2**17, 16, 80, 2048),
+    "D=96": Setting(WIDE, 2**17, 16, 96, 2048),
+}
 
 
 def turn(kernel: str, name: str, seconds: float, cache: dict) -> dict:
@@ -32,7 +38,7 @@ def turn(kernel: str, name: str, seconds: float, cache: dict) -> dict:
         cache.clear()
         torch.cuda.empty_cache()
         torch.manual_seed(0)
-        s = tune_hopper.SETTINGS[name]
+        s = SETTINGS[name]
         problem, x = tune_hopper.problem(s, s.n), tune_hopper.inputs(s, s.n)
         out, lse = run.forward(problem, *x[:3], scale=s.head_dim**-0.5)
         cache[name] = problem, x, lse, row_delta(x[3], out, None)

@@ -245,7 +245,7 @@ HOPPER = pytest.mark.skipif(
 
 @HOPPER
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [24, 48, 96, 128])
+@pytest.mark.parametrize("head_dim", [24, 40, 48, 80, 96, 128])
 def test_hopper_head_sizes(head_dim, causal):
     pattern, n = Dilated([160, 330], [1, 3]), 330
     q, dout = torch.randn(2, 1, n, 4, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)

@@ -17,12 +17,12 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     allocate_barriers,
     allocate_rows,
     copy_elements,
-    hold,
     load_rows,
     product_layout,
     row_descriptor,
     store_rows,
 )
+from dilated_attention_pytorch.backends.hopper.products import hold, no_sums, whole_rows
 
 
 @gluon.jit
@@ -144,10 +144,10 @@ def _compute_dkv(
         begin = first + half * 64
         columns = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
         mbarrier.wait(rows_full.index(half), number & 1)
-        k = hold(k_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 1)
-        v = hold(v_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 2)
-        dk = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
-        dv = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+        k = hold(k_smem.index(half), S, D, HELD >= 1)
+        v = hold(v_smem.index(half), S, D, HELD >= 2)
+        dk = no_sums(D, BLOCK_D)
+        dv = no_sums(D, BLOCK_D)
         entries = first * 0
         for member in range(group):
             count, _, first_entry, last_entry = find_list(tables, row, key_head * group + member, first, length)
@@ -159,7 +159,7 @@ def _compute_dkv(
             # Right for blocks of the first and of the last entry: others are not masked.
             dk, dv, k, v, counter = dkv_of_head(
                 k, v, dk, dv, 0, _listed_blocks(count, BLOCK_M, BLOCK_SIZE), clear, whole, EACH, from_first, from_last, stop, CAUSAL, counter, scale_log2,
-                columns, m, none, smem[2:], bars[2:6], BLOCK_M, STAGES, HELD, OVERLAP, S, O,
+                columns, m, none, smem[2:], bars[2:6], D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S,
             )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
@@ -167,13 +167,13 @@ def _compute_dkv(
         mbarrier.arrive(rows_empty.index(half), count=1)
         number += 1
         if entries == 0:  # served as one block with weights 0, whose queries may be anything
-            dk = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
-            dv = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+            dk = no_sums(D, BLOCK_D)
+            dv = no_sums(D, BLOCK_D)
 
         inside = (begin + numbers) < length
         start = ((sample.to(gl.int64) * M + starts[1] + begin) * G + key_head) * D
-        store_rows(DK, dk * scale, start, G * D, numbers, inside, D, BLOCK_D)
-        store_rows(DV, dv, start, G * D, numbers, inside, D, BLOCK_D)
+        store_rows(DK, whole_rows(dk, D, BLOCK_D) * scale, start, G * D, numbers, inside, D, BLOCK_D)
+        store_rows(DV, whole_rows(dv, D, BLOCK_D), start, G * D, numbers, inside, D, BLOCK_D)
 
 
 @gluon.jit(do_not_specialize=["rows", "items", "N", "M", "H", "G"])

@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma_wait,
 )
 
 from dilated_attention_pytorch.backends.hopper.block_pieces import (
@@ -23,12 +22,12 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
     allocate_barriers,
     allocate_rows,
-    hold,
     load_rows,
     product_layout,
     row_descriptor,
     store_rows,
 )
+from dilated_attention_pytorch.backends.hopper.products import hold, no_sums, wait_sums, whole_rows
 from dilated_attention_pytorch.backends.triton.primitives import LOG2_E
 
 
@@ -119,19 +118,18 @@ def _compute_dq(
         delta = gl.load(DELTA + place, mask=q_rows < length, other=0.0)
         seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
         mbarrier.wait(rows_full.index(half), number & 1)
-        q = hold(q_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 1)
-        dout = hold(dout_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 2)
-        dq = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+        q = hold(q_smem.index(half), S, D, HELD >= 1)
+        dout = hold(dout_smem.index(half), S, D, HELD >= 2)
 
-        dq, ds, stage, counter = dq_of_item(
-            half, q, dout, dq, lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
-            (k_smem, v_smem), bars[1:6], BLOCK_N, STAGES, HELD, O,
+        dq, left, stage, counter = dq_of_item(
+            half, q, dout, no_sums(D, BLOCK_D), lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
+            (k_smem, v_smem), bars[1:6], D, BLOCK_D, BLOCK_N, STAGES, HELD,
         )  # fmt: skip
         # While the last product runs: the next item.
         next_item = gl.minimum(item + gl.num_programs(0), items - 1)
         following = find_block_item(tables[0], rows, next_item, BLOCK_SIZE)
         following_list = find_list(tables, following[0], following[1], following[2], following[5])
-        dq_sum, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+        dq_sum = whole_rows(wait_sums(dq, left, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.arrive(done.index(number & 1), count=1)
         number += 1

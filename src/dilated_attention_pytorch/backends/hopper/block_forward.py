@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma_wait,
 )
 
 from dilated_attention_pytorch.backends.hopper.block_pieces import (
@@ -27,6 +26,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     row_descriptor,
     store_rows,
 )
+from dilated_attention_pytorch.backends.hopper.products import wait_sums, whole_rows
 from dilated_attention_pytorch.backends.hopper.softmax import (
     again,
     allocate_flags,
@@ -138,15 +138,15 @@ def _compute_pass(
         seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
         m2 = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
-        acc, p, m2, total, divisor, stage, counter = attend_item(
+        sums, left, m2, total, divisor, stage, counter = attend_item(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
-            BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S, O,
+            D, BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S,
         )  # fmt: skip
         # While the last product runs: the next item.
         next_item = gl.minimum(item + gl.num_programs(0), items - 1)
         following = find_block_item(tables[0], rows, next_item, BLOCK_SIZE)
         following_list = find_list(tables, following[0], following[1], following[2], following[5])
-        acc, _ = warpgroup_mma_wait(0, deps=(acc, p))
+        acc = whole_rows(wait_sums(sums, left, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(v_empty.index(stage), count=1)
         mbarrier.arrive(done.index(number & 1), count=1)
         number += 1

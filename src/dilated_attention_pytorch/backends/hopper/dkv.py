@@ -7,8 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from dilated_attention_pytorch.backends.hopper.pieces import (
@@ -28,7 +26,6 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     copy_statistics,
     find_item,
     find_part,
-    hold,
     item_positions,
     known,
     leave,
@@ -43,7 +40,16 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     store_part,
     store_rows,
     wait_for_last_launch,
-    wait_held,
+)
+from dilated_attention_pytorch.backends.hopper.products import (
+    as_weights,
+    hold,
+    no_sums,
+    start_scores,
+    start_sums,
+    wait_both_sums,
+    wait_scores,
+    whole_rows,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LAST, LOG2_E
 
@@ -173,7 +179,8 @@ def _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal):
 def dkv_of_head(
     k, v, dk, dv, from_block, blocks, clear, whole, edge, near, far, q_rows, causal, counter, scale_log2, columns, m, none,
     smem, bars,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, OVERLAP: gl.constexpr, S: gl.constexpr, O: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    OVERLAP: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv what blocks of query rows of one head give, for the keys of one group.
 
@@ -183,57 +190,53 @@ def dkv_of_head(
     """
     q_smem, dout_smem, lse_smem, delta_smem = smem
     q_full, dout_full, row_full, empty = bars
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     dtype: gl.constexpr = q_smem.dtype
     if OVERLAP:
-        p = gl.full([64, BLOCK_M], 0.0, dtype, P)
-        ds = gl.full([64, BLOCK_M], 0.0, dtype, P)
+        p = as_weights(none, dtype, D, BLOCK_D)
+        ds = p
         # The first block is added up with weights 0 and then once more with its own: it stays until then.
         last = counter % STAGES
     for block in range(from_block, blocks):
         stage = counter % STAGES
         phase = counter // STAGES & 1
         mbarrier.wait(q_full.index(stage), phase)
-        s = warpgroup_mma(k, q_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        s = start_scores(k, q_smem.index(stage), none, D)
         mbarrier.wait(dout_full.index(stage), phase)
-        dp = warpgroup_mma(v, dout_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        dp = start_scores(v, dout_smem.index(stage), none, D)
         rows = gl.where(block < edge, near, far) + block * BLOCK_M + m
         masked = (block < clear) | (block >= whole)
         if OVERLAP:
-            last_p = p
-            last_ds = ds
-            dv = warpgroup_mma(last_p, dout_smem.index(last), dv, is_async=True)
-            dk = warpgroup_mma(last_ds, q_smem.index(last), dk, is_async=True)
-            s, k = wait_held(3, s, k, HELD >= 1)
-            dp, v = wait_held(2, dp, v, HELD >= 2)
+            dv, dv_left = start_sums(p, dout_smem.index(last), dv, D)
+            dk, dk_left = start_sums(ds, q_smem.index(last), dk, D)
+            s, k = wait_scores(3, s, k, D, BLOCK_D, HELD >= 1)
+            dp, v = wait_scores(2, dp, v, D, BLOCK_D, HELD >= 2)
             mbarrier.wait(row_full.index(stage), phase)
             lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
             delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
             weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal)
-            p = gl.convert_layout(weights.to(dtype), P)
-            ds = gl.convert_layout((weights * (dp - delta[None, :])).to(dtype), P)
-            # Products read their left sides from registers until they are done: named here, so that they last.
-            dv, dk, last_p, last_ds = warpgroup_mma_wait(0, deps=(dv, dk, last_p, last_ds))
+            p = as_weights(weights, dtype, D, BLOCK_D)
+            ds = as_weights(weights * (dp - delta[None, :]), dtype, D, BLOCK_D)
+            dv, dk = wait_both_sums(dv, dv_left, dk, dk_left, D, BLOCK_D)
             mbarrier.arrive(empty.index(last), count=1, pred=block > from_block)
             last = stage
         else:
             mbarrier.wait(row_full.index(stage), phase)
-            s, k = wait_held(1, s, k, HELD >= 1)
+            s, k = wait_scores(1, s, k, D, BLOCK_D, HELD >= 1)
             lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
             weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal)
-            p = gl.convert_layout(weights.to(dtype), P)
-            dv = warpgroup_mma(p, dout_smem.index(stage), dv, is_async=True)
-            dp, v = wait_held(1, dp, v, HELD >= 2)
+            p = as_weights(weights, dtype, D, BLOCK_D)
+            dv, dv_left = start_sums(p, dout_smem.index(stage), dv, D)
+            dp, v = wait_scores(1, dp, v, D, BLOCK_D, HELD >= 2)
             delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
-            ds = gl.convert_layout((weights * (dp - delta[None, :])).to(dtype), P)
-            dk = warpgroup_mma(ds, q_smem.index(stage), dk, is_async=True)
-            dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
+            ds = as_weights(weights * (dp - delta[None, :]), dtype, D, BLOCK_D)
+            dk, dk_left = start_sums(ds, q_smem.index(stage), dk, D)
+            dv, dk = wait_both_sums(dv, dv_left, dk, dk_left, D, BLOCK_D)
             mbarrier.arrive(empty.index(stage), count=1)
         counter += 1
     if OVERLAP:
-        dv = warpgroup_mma(p, dout_smem.index(last), dv, is_async=True)
-        dk = warpgroup_mma(ds, q_smem.index(last), dk, is_async=True)
-        dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
+        dv, dv_left = start_sums(p, dout_smem.index(last), dv, D)
+        dk, dk_left = start_sums(ds, q_smem.index(last), dk, D)
+        dv, dk = wait_both_sums(dv, dv_left, dk, dk_left, D, BLOCK_D)
         mbarrier.arrive(empty.index(last), count=1)
     return dk, dv, k, v, counter
 
@@ -266,14 +269,14 @@ def _compute_dkv(
         from_block, blocks, clear, whole = query_blocks(first, q_rows, causal, BLOCK_M)
         columns = first + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
         mbarrier.wait(rows_full.index(half), number & 1)
-        k = hold(k_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 1)
-        v = hold(v_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 2)
-        dk = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
-        dv = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+        k = hold(k_smem.index(half), S, D, HELD >= 1)
+        v = hold(v_smem.index(half), S, D, HELD >= 2)
+        dk = no_sums(D, BLOCK_D)
+        dv = no_sums(D, BLOCK_D)
         for _member in range(group):
             dk, dv, k, v, counter = dkv_of_head(
                 k, v, dk, dv, from_block, blocks, clear, whole, 0, 0, 0, q_rows, causal, counter, scale_log2,
-                columns, m, none, smem[2:], bars[2:6], BLOCK_M, STAGES, HELD, OVERLAP, S, O,
+                columns, m, none, smem[2:], bars[2:6], D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S,
             )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
@@ -281,7 +284,8 @@ def _compute_dkv(
         number += 1
 
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, K_ROWS).to(gl.int32)
-        dk = dk * scale
+        dk = whole_rows(dk, D, BLOCK_D) * scale
+        dv = whole_rows(dv, D, BLOCK_D)
         if PARTS > 0:
             wait_for_last_launch()
             positions = item_positions(facts, slot, own)

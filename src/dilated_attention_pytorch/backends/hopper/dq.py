@@ -12,8 +12,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from dilated_attention_pytorch.backends.hopper.pieces import (
@@ -32,7 +30,6 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     copy_statistics,
     find_item,
     find_part,
-    hold,
     item_positions,
     key_blocks,
     known,
@@ -50,7 +47,16 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     store_part,
     store_rows,
     wait_for_last_launch,
-    wait_held,
+)
+from dilated_attention_pytorch.backends.hopper.products import (
+    as_weights,
+    hold,
+    no_sums,
+    start_scores,
+    start_sums,
+    wait_scores,
+    wait_sums,
+    whole_rows,
 )
 from dilated_attention_pytorch.backends.triton.primitives import LOG2_E
 
@@ -151,27 +157,27 @@ def _score_gradient(s, dp, lse2, delta, scale_log2, n, masked, columns, seen):
 @gluon.jit
 def dq_of_item(
     half: gl.constexpr, q, dout, dq, lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none, smem, bars,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, O: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """dq over all blocks of keys of an item, for the rows of one group, up to the start of the last product.
 
-    Returns the sums, that product's left side, the stage of the last block, and the blocks so far.
+    Returns the sums, that product's left sides, the stage of the last block, and the blocks so far.
     """
     k_smem, v_smem = smem
     rows_empty, k_full, k_empty, v_full, v_empty = bars
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     dtype: gl.constexpr = k_smem.dtype
     # The scores of a block are computed while dq of the block before is still being added up.
     stage = counter % STAGES
     phase = counter // STAGES & 1
     mbarrier.wait(k_full.index(stage), phase)
-    s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+    s = start_scores(q, k_smem.index(stage), none, D)
     mbarrier.wait(v_full.index(stage), phase)
-    dp = warpgroup_mma(dout, v_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-    s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+    dp = start_scores(dout, v_smem.index(stage), none, D)
+    s, q = wait_scores(1, s, q, D, BLOCK_D, HELD >= 1)
+    dp, dout = wait_scores(0, dp, dout, D, BLOCK_D, HELD >= 2)
     mbarrier.arrive(v_empty.index(stage), count=1)
     ds = _score_gradient(s, dp, lse2, delta, scale_log2, 0, clear_blocks <= 0, columns, seen)
-    ds = gl.convert_layout(ds.to(dtype), P)
+    ds = as_weights(ds, dtype, D, BLOCK_D)
     if HELD == 2:  # not before all that was loaded has been used: only then it is loaded for sure
         mbarrier.arrive(rows_empty.index(half), count=1)
     for block in range(1, blocks):
@@ -180,25 +186,23 @@ def dq_of_item(
         stage = counter % STAGES
         phase = counter // STAGES & 1
         mbarrier.wait(k_full.index(stage), phase)
-        s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        s = start_scores(q, k_smem.index(stage), none, D)
         mbarrier.wait(v_full.index(stage), phase)
-        dp = warpgroup_mma(dout, v_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-        last_ds = ds
-        dq = warpgroup_mma(last_ds, k_smem.index(last), dq, is_async=True)
-        s, q = wait_held(2, s, q, HELD >= 1)
-        dp, dout = wait_held(1, dp, dout, HELD >= 2)
+        dp = start_scores(dout, v_smem.index(stage), none, D)
+        dq, left = start_sums(ds, k_smem.index(last), dq, D)
+        s, q = wait_scores(2, s, q, D, BLOCK_D, HELD >= 1)
+        dp, dout = wait_scores(1, dp, dout, D, BLOCK_D, HELD >= 2)
         mbarrier.arrive(v_empty.index(stage), count=1)
         n = block * BLOCK_N
         ds = _score_gradient(s, dp, lse2, delta, scale_log2, n, block >= clear_blocks, columns, seen)
-        ds = gl.convert_layout(ds.to(dtype), P)
-        # The product reads its left side from registers until it is done: they are named here, so that they last.
-        dq, last_ds = warpgroup_mma_wait(0, deps=(dq, last_ds))
+        ds = as_weights(ds, dtype, D, BLOCK_D)
+        dq = wait_sums(dq, left, D, BLOCK_D)
         mbarrier.arrive(k_empty.index(last), count=1)
     counter += 1
     if HELD < 2:
         mbarrier.arrive(rows_empty.index(half), count=1)
-    dq = warpgroup_mma(ds, k_smem.index(stage), dq, is_async=True)
-    return dq, ds, stage, counter
+    dq, left = start_sums(ds, k_smem.index(stage), dq, D)
+    return dq, left, stage, counter
 
 
 @gluon.jit
@@ -229,13 +233,12 @@ def _compute_dq(
         mbarrier.wait(rows_full.index(half), number & 1)
         lse2 = lse_smem.index(half).load(gl.SliceLayout(1, S)) * LOG2_E
         delta = delta_smem.index(half).load(gl.SliceLayout(1, S))
-        q = hold(q_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 1)
-        dout = hold(dout_smem.index(half), gl.DotOperandLayout(0, S, 2), HELD >= 2)
-        dq = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+        q = hold(q_smem.index(half), S, D, HELD >= 1)
+        dout = hold(dout_smem.index(half), S, D, HELD >= 2)
 
-        dq, ds, stage, counter = dq_of_item(
-            half, q, dout, dq, lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
-            (k_smem, v_smem), bars[1:6], BLOCK_N, STAGES, HELD, O,
+        dq, left, stage, counter = dq_of_item(
+            half, q, dout, no_sums(D, BLOCK_D), lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
+            (k_smem, v_smem), bars[1:6], D, BLOCK_D, BLOCK_N, STAGES, HELD,
         )  # fmt: skip
         # While the last product runs: the first part to be added.
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, Q_ROWS).to(gl.int32)
@@ -244,7 +247,7 @@ def _compute_dq(
             positions = item_positions(facts, slot, own)
             places, there = find_part(facts, slot, 0, positions, inside, PARTS)
             part = load_part(PART_DQ, places, there, D, BLOCK_D)
-        dq_sum, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+        dq_sum = whole_rows(wait_sums(dq, left, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(k_empty.index(stage), count=1)
 
         dq_sum = dq_sum * scale

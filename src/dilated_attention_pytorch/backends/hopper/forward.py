@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma_wait,
 )
 
 from dilated_attention_pytorch.backends.hopper.pieces import (
@@ -47,6 +46,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     store_rows,
     wait_for_last_launch,
 )
+from dilated_attention_pytorch.backends.hopper.products import wait_sums, whole_rows
 from dilated_attention_pytorch.backends.hopper.softmax import (
     again,
     allocate_flags,
@@ -218,9 +218,9 @@ def _compute_pass(
         zero_keys = known(facts, slot, ZERO_KEYS).to(gl.float32)
         m2 = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + gl.where(zero_keys > 0, 0.0, float("-inf"))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + zero_keys
-        acc, p, m2, total, divisor, stage, counter = attend_item(
+        sums, left, m2, total, divisor, stage, counter = attend_item(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
-            BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S, O,
+            D, BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S,
         )  # fmt: skip
         # While the last product runs: the first part to be added.
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, Q_ROWS).to(gl.int32)
@@ -230,7 +230,7 @@ def _compute_pass(
             places, there = find_part(facts, slot, 0, positions, inside, PARTS)
             part_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
             part_out = load_part(PART_OUT, places, there, D, BLOCK_D)
-        acc, _ = warpgroup_mma_wait(0, deps=(acc, p))
+        acc = whole_rows(wait_sums(sums, left, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(v_empty.index(stage), count=1)
 
         total_o = gl.convert_layout(total, gl.SliceLayout(1, O))

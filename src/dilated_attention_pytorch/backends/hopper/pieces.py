@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dilated_attention_pytorch.backends.triton.primitives import (
@@ -163,28 +163,6 @@ def load_keys(k_desc, v_desc, blocks, counter, smem, bars, BLOCK_N: gl.constexpr
         load_rows(v_desc, block * BLOCK_N, v_full, v_smem, stage)
         counter += 1
     return counter
-
-
-@gluon.jit
-def hold(smem, layout: gl.constexpr, IN_REGISTERS: gl.constexpr):
-    """The left side of a product: read from shared memory once, or by each product."""
-    if IN_REGISTERS:
-        return smem.load(layout)
-    else:
-        return smem
-
-
-@gluon.jit
-def wait_held(pending: gl.constexpr, product, left, IN_REGISTERS: gl.constexpr):
-    """Wait for a product; a left side in registers is named, and so lasts.
-
-    The assembler of Triton 3.6 gives the registers of a left side that does not change in a loop to other values inside
-    of the loop. A value that comes out of the wait changes, for all it knows.
-    """
-    if IN_REGISTERS:
-        return warpgroup_mma_wait(pending, deps=(product, left))
-    else:
-        return warpgroup_mma_wait(pending, deps=(product,)), left
 
 
 @gluon.jit

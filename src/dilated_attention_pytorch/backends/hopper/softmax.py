@@ -13,9 +13,19 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dilated_attention_pytorch.backends.hopper.pieces import allocate_barriers, hold, wait_held
+from dilated_attention_pytorch.backends.hopper.pieces import allocate_barriers
+from dilated_attention_pytorch.backends.hopper.products import (
+    as_weights,
+    hold,
+    no_sums,
+    scale_rows,
+    start_scores,
+    start_sums,
+    wait_scores,
+    wait_sums,
+)
 
 LARGEST = gl.constexpr(2.0**100)  # sums of weights from here on are computed again
 
@@ -64,30 +74,29 @@ def _divisor(total, largest, dtype: gl.constexpr):
 @gluon.jit
 def attend_item(
     which: gl.constexpr, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars,
-    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, ONLINE: gl.constexpr,
-    S: gl.constexpr, O: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    ONLINE: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """The softmax over all blocks of keys of an item, for the rows of one group, up to the start of the last products.
 
     Unless ``ONLINE``, the caller has to look for ``overflows``, and to come again with it where there are some.
-    ``total`` is what the sum of weights has beside the keys (zero keys). Returns the sums of values, the last product's left
-    side, maximum, sum of weights, what to divide by, the stage of the last block, and the blocks so far.
+    ``total`` is what the sum of weights has beside the keys (zero keys). Returns the sums of values, the last products' left
+    sides, maximum, sum of weights, what to divide by, the stage of the last block, and the blocks so far.
     """
     q_smem, k_smem, v_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     R: gl.constexpr = gl.SliceLayout(1, S)
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     dtype: gl.constexpr = q_smem.dtype
-    acc = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+    sums = no_sums(D, BLOCK_D)
     mbarrier.wait(q_full.index(which), number & 1)
-    q = hold(q_smem.index(which), gl.DotOperandLayout(0, S, 2), HELD)
+    q = hold(q_smem.index(which), S, D, HELD)
 
     # The scores of a block are computed while the values of the block before are still being added up.
     stage = counter % STAGES
     phase = counter // STAGES & 1
     mbarrier.wait(k_full.index(stage), phase)
-    s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=(s,))
+    s = start_scores(q, k_smem.index(stage), none, D)
+    s, q = wait_scores(0, s, q, D, BLOCK_D, HELD)
     if HELD:  # not before a product has read the registers: only then they are loaded for sure
         mbarrier.arrive(q_empty.index(which), count=1)
     else:  # after the last product that reads them
@@ -101,18 +110,17 @@ def attend_item(
         total += gl.sum(weights, 1)
     else:
         thread_sums = _sums_of_threads(weights, BLOCK_N)
-    p = gl.convert_layout(weights.to(dtype), P, assert_trivial=True)
+    p = as_weights(weights, dtype, D, BLOCK_D)
     for block in range(1, blocks):
         counter += 1
         last, last_phase = stage, phase
         stage = counter % STAGES
         phase = counter // STAGES & 1
         mbarrier.wait(k_full.index(stage), phase)
-        s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        s = start_scores(q, k_smem.index(stage), none, D)
         mbarrier.wait(v_full.index(last), last_phase)
-        last_p = p
-        acc = warpgroup_mma(last_p, v_smem.index(last), acc, is_async=True)
-        s, q = wait_held(1, s, q, HELD)
+        sums, left = start_sums(p, v_smem.index(last), sums, D)
+        s, q = wait_scores(1, s, q, D, BLOCK_D, HELD)
         if not HELD:
             mbarrier.arrive(q_empty.index(which), count=1, pred=block == blocks - 1)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -124,21 +132,20 @@ def attend_item(
             total = total * alpha + gl.sum(weights, 1)
         else:
             thread_sums += _sums_of_threads(weights, BLOCK_N)
-        p = gl.convert_layout(weights.to(dtype), P, assert_trivial=True)
-        # Products read their left sides from registers until they are done: named here, so that they last.
-        acc, _ = warpgroup_mma_wait(0, deps=(acc, last_p))
+        p = as_weights(weights, dtype, D, BLOCK_D)
+        sums = wait_sums(sums, left, D, BLOCK_D)
         mbarrier.arrive(v_empty.index(last), count=1)
         if ONLINE:
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+            sums = scale_rows(sums, alpha, D, BLOCK_D)
     counter += 1
     mbarrier.wait(v_full.index(stage), phase)
-    acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+    sums, left = start_sums(p, v_smem.index(stage), sums, D)
     if ONLINE:
-        return acc, p, m2, total, total, stage, counter
+        return sums, left, m2, total, total, stage, counter
     else:
         total += gl.convert_layout(gl.sum(thread_sums, 1), R)
         divisor = _divisor(total, gl.convert_layout(gl.max(thread_sums, 1), R), dtype)
-        return acc, p, m2, total, divisor, stage, counter
+        return sums, left, m2, total, divisor, stage, counter
 
 
 @gluon.jit

@@ -1,0 +1,173 @@
+"""Products of the Hopper kernels: rows with rows, over the head size, and weights with rows, whose columns it is.
+
+A product takes powers of 2. A head size between two of them is served as two *pieces*: of a block of 64 columns with 48
+that count, 32 and 16. What lies in registers by head size is a tuple of the pieces, and every product is as many as there
+are pieces, in both directions: that is what ``pending`` counts in.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from dilated_attention_pytorch.backends.hopper.pieces import product_layout
+
+
+@gluon.constexpr_function
+def first_piece(D, BLOCK_D):
+    """Columns of the first piece: all, if a second one would not make them fewer."""
+    return BLOCK_D // 2 if D <= 3 * BLOCK_D // 4 and BLOCK_D > 32 else BLOCK_D
+
+
+@gluon.constexpr_function
+def second_piece(D, BLOCK_D):
+    """Columns of the second piece, a multiple of 16; or 0."""
+    first = first_piece(D, BLOCK_D)
+    return 0 if first == BLOCK_D else 16 if first + 16 >= D else first // 2
+
+
+@gluon.jit
+def hold(smem, S: gl.constexpr, D: gl.constexpr, IN_REGISTERS: gl.constexpr):
+    """The left side of products with rows, in pieces: read from shared memory once, or by each product."""
+    BLOCK_D: gl.constexpr = smem.shape[1]
+    L: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    FIRST: gl.constexpr = first_piece(D, BLOCK_D)
+    SECOND: gl.constexpr = second_piece(D, BLOCK_D)
+    if SECOND == 0:
+        if IN_REGISTERS:
+            return (smem.load(L),)
+        else:
+            return (smem,)
+    else:
+        first, second = smem.slice(0, FIRST, dim=1), smem.slice(FIRST, SECOND, dim=1)
+        if IN_REGISTERS:
+            return first.load(L), second.load(L)
+        else:
+            return first, second
+
+
+@gluon.jit
+def start_scores(left, block, none, D: gl.constexpr):
+    """Start the product of rows (``hold``) with rows of a block in shared memory, over the head size."""
+    BLOCK_D: gl.constexpr = block.shape[1]
+    FIRST: gl.constexpr = first_piece(D, BLOCK_D)
+    SECOND: gl.constexpr = second_piece(D, BLOCK_D)
+    if SECOND == 0:
+        return warpgroup_mma(left[0], block.permute((1, 0)), none, use_acc=False, is_async=True)
+    else:
+        first, second = block.slice(0, FIRST, dim=1), block.slice(FIRST, SECOND, dim=1)
+        s = warpgroup_mma(left[0], first.permute((1, 0)), none, use_acc=False, is_async=True)
+        return warpgroup_mma(left[1], second.permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def wait_scores(pending: gl.constexpr, s, left, D: gl.constexpr, BLOCK_D: gl.constexpr, IN_REGISTERS: gl.constexpr):
+    """Wait for scores, until so many later products are left; a left side in registers is named, and so lasts.
+
+    The assembler of Triton 3.6 gives the registers of a left side that does not change in a loop to other values inside
+    of the loop. A value that comes out of the wait changes, for all it knows.
+    """
+    SECOND: gl.constexpr = second_piece(D, BLOCK_D)
+    if not IN_REGISTERS:
+        return warpgroup_mma_wait(pending if SECOND == 0 else 2 * pending, deps=(s,)), left
+    elif SECOND == 0:
+        s, first = warpgroup_mma_wait(pending, deps=(s, left[0]))
+        return s, (first,)
+    else:
+        s, first, second = warpgroup_mma_wait(2 * pending, deps=(s, left[0], left[1]))
+        return s, (first, second)
+
+
+@gluon.jit
+def no_sums(D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Sums of rows, in pieces, before anything is added."""
+    FIRST: gl.constexpr = first_piece(D, BLOCK_D)
+    SECOND: gl.constexpr = second_piece(D, BLOCK_D)
+    first = gl.full([64, FIRST], 0.0, gl.float32, product_layout(FIRST))
+    if SECOND == 0:
+        return (first,)
+    else:
+        return first, gl.full([64, SECOND], 0.0, gl.float32, product_layout(SECOND))
+
+
+@gluon.jit
+def as_weights(x, dtype: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Rounded, as the left side of ``start_sums``."""
+    return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, product_layout(first_piece(D, BLOCK_D)), 2))
+
+
+@gluon.jit
+def start_sums(weights, block, sums, D: gl.constexpr):
+    """Start to add rows of a block in shared memory, times ``weights``, to ``sums``. Returns the left sides as well, to be
+    named until the products that read them are done."""
+    BLOCK_D: gl.constexpr = block.shape[1]
+    FIRST: gl.constexpr = first_piece(D, BLOCK_D)
+    SECOND: gl.constexpr = second_piece(D, BLOCK_D)
+    if SECOND == 0:
+        return (warpgroup_mma(weights, block, sums[0], is_async=True),), (weights,)
+    else:
+        same = gl.convert_layout(weights, gl.DotOperandLayout(0, product_layout(SECOND), 2), assert_trivial=True)
+        first = warpgroup_mma(weights, block.slice(0, FIRST, dim=1), sums[0], is_async=True)
+        second = warpgroup_mma(same, block.slice(FIRST, SECOND, dim=1), sums[1], is_async=True)
+        return (first, second), (weights, same)
+
+
+@gluon.jit
+def wait_sums(sums, left, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Wait for all products. They read their left sides from registers until then: named here, so that they last."""
+    if second_piece(D, BLOCK_D) == 0:
+        first, _ = warpgroup_mma_wait(0, deps=(sums[0], left[0]))
+        return (first,)
+    else:
+        first, second, _, _ = warpgroup_mma_wait(0, deps=(sums[0], sums[1], left[0], left[1]))
+        return first, second
+
+
+@gluon.jit
+def wait_both_sums(sums, left, more_sums, more_left, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """``wait_sums`` for two."""
+    if second_piece(D, BLOCK_D) == 0:
+        a, b, _, _ = warpgroup_mma_wait(0, deps=(sums[0], more_sums[0], left[0], more_left[0]))
+        return (a,), (b,)
+    else:
+        a, b, c, d, _, _, _, _ = warpgroup_mma_wait(
+            0,
+            deps=(sums[0], sums[1], more_sums[0], more_sums[1], left[0], left[1], more_left[0], more_left[1]),
+        )
+        return (a, b), (c, d)
+
+
+@gluon.jit
+def _scaled(x, factor):
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def scale_rows(sums, factor, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Sums times a factor for each row."""
+    if second_piece(D, BLOCK_D) == 0:
+        return (_scaled(sums[0], factor),)
+    else:
+        return _scaled(sums[0], factor), _scaled(sums[1], factor)
+
+
+@gluon.jit
+def whole_rows(sums, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """The pieces as one block of BLOCK_D columns, 0 where there is none."""
+    FIRST: gl.constexpr = first_piece(D, BLOCK_D)
+    SECOND: gl.constexpr = second_piece(D, BLOCK_D)
+    if SECOND == 0:
+        return sums[0]
+    else:
+        second = sums[1]
+        if 2 * SECOND < FIRST:
+            second = _beside(second, gl.zeros_like(second))
+        return _beside(sums[0], _beside(second, gl.zeros_like(second)))
+
+
+@gluon.jit
+def _beside(x, y):
+    COLUMNS: gl.constexpr = 2 * x.shape[1]
+    both = gl.join(x, y).permute((0, 2, 1)).reshape([64, COLUMNS])
+    return gl.convert_layout(both, product_layout(COLUMNS), assert_trivial=True)
