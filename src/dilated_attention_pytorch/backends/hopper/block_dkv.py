@@ -10,13 +10,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from dilated_attention_pytorch.backends.hopper.block_pieces import find_block_item, find_list, listed_row
+from dilated_attention_pytorch.backends.hopper.block_pieces import (
+    FIRST,
+    LENGTH,
+    PLACE,
+    find_block_item,
+    find_list,
+    known_list,
+    leave_item,
+    leave_list,
+    listed_row,
+)
 from dilated_attention_pytorch.backends.hopper.dkv import dkv_of_head, load_kv
 from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
     allocate_barriers,
+    allocate_facts,
     allocate_rows,
     copy_elements,
+    known,
     load_rows,
     product_layout,
     row_descriptor,
@@ -40,7 +52,7 @@ def _load_unit(
     if member == 0:
         load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D)
     _, _, q_smem, dout_smem, lse_smem, delta_smem = smem
-    _, _, q_full, dout_full, row_full, empty, _ = bars
+    _, _, q_full, dout_full, row_full, empty, _, _, _ = bars
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     q_desc = row_descriptor(q_at, length, steps[0], D, BLOCK_M, BLOCK_D)
     dout_desc = row_descriptor(dout_at, length, steps[1], D, BLOCK_M, BLOCK_D)
@@ -62,19 +74,21 @@ def _load_unit(
 
 @gluon.jit
 def _produce_dkv(
-    tensors, statistics, tables, rows, items, group, sizes, strides, smem, bars,
+    tensors, statistics, tables, rows, items, group, sizes, strides, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     Q, K, V, DOUT = tensors
     LSE, DELTA = statistics
-    N, H = sizes
+    N, H, M, G = sizes
     q_strides, k_strides, v_strides, dout_strides = strides
-    done = bars[6]
+    done, facts_full, facts_empty = bars[6], bars[7], bars[8]
     counter = 0
     number = 0
     unit = 0  # a query head of an item
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, key_head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
+        mbarrier.wait(facts_empty.index(number & 1), (number >> 1 & 1) ^ 1)
+        leave_item(facts, number & 1, first, length, sample, starts[1], key_head, M, G)
         kv_at = (
             address(K, k_strides, sample, starts[1], key_head),
             address(V, v_strides, sample, starts[1], key_head),
@@ -83,12 +97,14 @@ def _produce_dkv(
         steps = q_strides[1], dout_strides[1]
         for member in range(group):
             head = key_head * group + member
-            count, LIST, _, _ = find_list(tables, row, head, first, length)
+            count, LIST, first_entry, last_entry = find_list(tables, row, head, first, length)
             q_at = address(Q, q_strides, sample, starts[0], head)
             dout_at = address(DOUT, dout_strides, sample, starts[0], head)
             place = (sample.to(gl.int64) * H + head) * N + starts[0]
             parity = unit & 1
             mbarrier.wait(done.index(parity), (unit >> 1 & 1) ^ 1)
+            leave_list(facts, parity, count, first_entry, last_entry)
+            mbarrier.arrive(facts_full.index(parity), count=1)
             if parity == 0:
                 counter = _load_unit(
                     member, kv_at, kv_steps, first, number, q_at, dout_at, LSE + place, DELTA + place, steps, LIST, count,
@@ -121,15 +137,14 @@ def _masked_blocks(
 
 @gluon.jit
 def _compute_dkv(
-    half: gl.constexpr, results, tables, rows, items, group, sizes, scale_log2, scale, smem, bars, CAUSAL: gl.constexpr,
+    half: gl.constexpr, results, items, group, G, scale_log2, scale, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     OVERLAP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     DK, DV = results
-    M, G = sizes
     k_smem, v_smem = smem[:2]
     rows_full, rows_empty = bars[:2]
-    done = bars[6]
+    done, facts_full, facts_empty = bars[6:]
     EACH: gl.constexpr = BLOCK_SIZE // BLOCK_M
     S: gl.constexpr = product_layout(BLOCK_M)
     O: gl.constexpr = product_layout(BLOCK_D)
@@ -139,18 +154,21 @@ def _compute_dkv(
     counter = 0
     number = 0
     unit = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, key_head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
-        begin = first + half * 64
-        columns = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        slot = number & 1
+        mbarrier.wait(facts_full.index(unit & 1), unit >> 1 & 1)
+        first = known(facts, slot, FIRST).to(gl.int32)
+        length = known(facts, slot, LENGTH).to(gl.int32)
+        columns = first + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
         mbarrier.wait(rows_full.index(half), number & 1)
         k = hold(k_smem.index(half), S, D, HELD >= 1)
         v = hold(v_smem.index(half), S, D, HELD >= 2)
         dk = no_sums(D, BLOCK_D)
         dv = no_sums(D, BLOCK_D)
         entries = first * 0
-        for member in range(group):
-            count, _, first_entry, last_entry = find_list(tables, row, key_head * group + member, first, length)
+        for _member in range(group):
+            mbarrier.wait(facts_full.index(unit & 1), unit >> 1 & 1)
+            count, first_entry, last_entry = known_list(facts, unit & 1)
             clear, whole = _masked_blocks(count, first_entry, last_entry, first, length, CAUSAL, BLOCK_M, BLOCK_SIZE)
             stop = gl.where(count > 0, length, 0)  # rows of an empty list are none of the sequence
             # Where the first block of listed rows would be, seen from the first and from the last entry.
@@ -170,10 +188,11 @@ def _compute_dkv(
             dk = no_sums(D, BLOCK_D)
             dv = no_sums(D, BLOCK_D)
 
-        inside = (begin + numbers) < length
-        start = ((sample.to(gl.int64) * M + starts[1] + begin) * G + key_head) * D
+        inside = (known(facts, slot, FIRST).to(gl.int32) + half * 64 + numbers) < known(facts, slot, LENGTH).to(gl.int32)
+        start = (known(facts, slot, PLACE) + half * 64 * G) * D
         store_rows(DK, whole_rows(dk, D, BLOCK_D) * scale, start, G * D, numbers, inside, D, BLOCK_D)
         store_rows(DV, whole_rows(dv, D, BLOCK_D), start, G * D, numbers, inside, D, BLOCK_D)
+        mbarrier.arrive(facts_empty.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
 
 
 @gluon.jit(do_not_specialize=["rows", "items", "N", "M", "H", "G"])
@@ -206,7 +225,10 @@ def block_dkv_kernel(
         allocate_barriers(STAGES, 32),
         allocate_barriers(STAGES, 2),
         allocate_barriers(2, 2),
+        allocate_barriers(2, 1),
+        allocate_barriers(2, 2),
     )
+    facts = allocate_facts(0)
     fence_async_shared()
     strides = (
         (q_stride_b, q_stride_n, q_stride_h),
@@ -218,7 +240,7 @@ def block_dkv_kernel(
     statistics = LSE, DELTA
     tables = TABLE, COUNTS, STARTS, INDICES
     gl.warp_specialize([
-        (_compute_dkv, (gl.constexpr(0), results, tables, rows, items, group, (M, G), scale_log2, scale, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
-        (_compute_dkv, (gl.constexpr(1), results, tables, rows, items, group, (M, G), scale_log2, scale, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
-        (_produce_dkv, ((Q, K, V, DOUT), statistics, tables, rows, items, group, (N, H), strides, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE)),
+        (_compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
+        (_compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
+        (_produce_dkv, ((Q, K, V, DOUT), statistics, tables, rows, items, group, (N, H, M, G), strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE)),
     ], [4, 1], [232, 40])  # fmt: skip

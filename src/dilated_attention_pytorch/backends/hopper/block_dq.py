@@ -10,8 +10,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dilated_attention_pytorch.backends.hopper.block_pieces import (
+    FIRST,
+    LENGTH,
+    PLACE,
+    STATISTICS_PLACE,
     find_block_item,
     find_list,
+    known_list,
+    leave_item,
+    leave_list,
     listed_keys,
     listed_row,
     load_listed_keys,
@@ -21,7 +28,9 @@ from dilated_attention_pytorch.backends.hopper.dq import dq_of_item
 from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
     allocate_barriers,
+    allocate_facts,
     allocate_rows,
+    known,
     load_rows,
     product_layout,
     row_descriptor,
@@ -54,17 +63,18 @@ def _load_dq_item(
 
 @gluon.jit
 def _produce_dq(
-    tensors, tables, rows, items, group, strides, smem, bars, CAUSAL: gl.constexpr,
+    tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     Q, K, V, DOUT = tensors
+    N, H = sizes
     q_strides, k_strides, v_strides, dout_strides = strides
-    done = bars[6]
+    facts_full, done = bars[6], bars[7]
     counter = 0
     number = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
-        count, LIST, _, last = find_list(tables, row, head, first, length)
+        count, LIST, first_entry, last = find_list(tables, row, head, first, length)
         blocks, _ = listed_keys(count, last, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
         key_head = head // group
         at = (
@@ -76,6 +86,9 @@ def _produce_dq(
         steps = q_strides[1], k_strides[1], v_strides[1], dout_strides[1]
         parity = number & 1
         mbarrier.wait(done.index(parity), (number >> 1 & 1) ^ 1)
+        leave_item(facts, parity, first, length, sample, starts[0], head, N, H)
+        leave_list(facts, parity, count, first_entry, last)
+        mbarrier.arrive(facts_full.index(parity), count=1)
         if parity == 0:
             counter = _load_dq_item(
                 at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
@@ -91,28 +104,30 @@ def _produce_dq(
 
 @gluon.jit
 def _compute_dq(
-    half: gl.constexpr, DQ, statistics, tables, rows, items, sizes, scale_log2, scale, smem, bars, CAUSAL: gl.constexpr,
+    half: gl.constexpr, DQ, statistics, items, H, scale_log2, scale, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     LSE, DELTA = statistics
-    N, H = sizes
     q_smem, dout_smem, k_smem, v_smem = smem
-    rows_full, k_empty, done = bars[0], bars[3], bars[6]
+    rows_full, k_empty, facts_full, done = bars[0], bars[3], bars[6], bars[7]
     S: gl.constexpr = product_layout(BLOCK_N)
     O: gl.constexpr = product_layout(BLOCK_D)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
+    own = half * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))  # in an item
     counter = 0
     number = 0
-    row, head, first, sample, starts, length = find_block_item(tables[0], rows, gl.program_id(0), BLOCK_SIZE)
-    count, _, _, last_entry = find_list(tables, row, head, first, length)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        slot = number & 1
+        mbarrier.wait(facts_full.index(slot), number >> 1 & 1)
+        first = known(facts, slot, FIRST).to(gl.int32)
+        length = known(facts, slot, LENGTH).to(gl.int32)
+        count, _, last_entry = known_list(facts, slot)
         blocks, clear_blocks = listed_keys(count, last_entry, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
-        begin = first + half * 64
-        q_rows = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
-        place = (sample.to(gl.int64) * H + head) * N + starts[0] + q_rows
+        q_rows = first + own
+        place = known(facts, slot, STATISTICS_PLACE) + own
         # rows behind the sequence: weights exp2(0 - inf) = 0
         lse2 = gl.load(LSE + place, mask=q_rows < length, other=float("inf")) * LOG2_E
         delta = gl.load(DELTA + place, mask=q_rows < length, other=0.0)
@@ -125,22 +140,17 @@ def _compute_dq(
             half, q, dout, no_sums(D, BLOCK_D), lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
             (k_smem, v_smem), bars[1:6], D, BLOCK_D, BLOCK_N, STAGES, HELD,
         )  # fmt: skip
-        # While the last product runs: the next item.
-        next_item = gl.minimum(item + gl.num_programs(0), items - 1)
-        following = find_block_item(tables[0], rows, next_item, BLOCK_SIZE)
-        following_list = find_list(tables, following[0], following[1], following[2], following[5])
         dq_sum = whole_rows(wait_sums(dq, left, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(k_empty.index(stage), count=1)
-        mbarrier.arrive(done.index(number & 1), count=1)
-        number += 1
         if count == 0:  # served as one block with weights 0, whose keys and values may be anything
             dq_sum = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
 
-        inside = (begin + numbers) < length
-        start = ((sample.to(gl.int64) * N + starts[0] + begin) * H + head) * D
+        begin = known(facts, slot, FIRST).to(gl.int32) + half * 64
+        inside = (begin + numbers) < known(facts, slot, LENGTH).to(gl.int32)
+        start = (known(facts, slot, PLACE) + half * 64 * H) * D
         store_rows(DQ, dq_sum * scale, start, H * D, numbers, inside, D, BLOCK_D)
-        row, head, first, sample, starts, length = following
-        count, _, _, last_entry = following_list
+        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
+        number += 1
 
 
 @gluon.jit(do_not_specialize=["rows", "items", "N", "H"])
@@ -168,8 +178,10 @@ def block_dq_kernel(
         allocate_barriers(STAGES, 2),
         allocate_barriers(STAGES, 1),
         allocate_barriers(STAGES, 2),
+        allocate_barriers(2, 1),
         allocate_barriers(2, 2),
     )
+    facts = allocate_facts(0)
     fence_async_shared()
     strides = (
         (q_stride_b, q_stride_n, q_stride_h),
@@ -181,7 +193,7 @@ def block_dq_kernel(
     tables = TABLE, COUNTS, STARTS, INDICES
     sizes = N, H
     gl.warp_specialize([
-        (_compute_dq, (gl.constexpr(0), DQ, statistics, tables, rows, items, sizes, scale_log2, scale, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
-        (_compute_dq, (gl.constexpr(1), DQ, statistics, tables, rows, items, sizes, scale_log2, scale, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
-        (_produce_dq, ((Q, K, V, DOUT), tables, rows, items, group, strides, smem, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE)),
+        (_compute_dq, (gl.constexpr(0), DQ, statistics, items, H, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
+        (_compute_dq, (gl.constexpr(1), DQ, statistics, items, H, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
+        (_produce_dq, ((Q, K, V, DOUT), tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE)),
     ], [4, 1], [232, 40])  # fmt: skip

@@ -10,8 +10,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dilated_attention_pytorch.backends.hopper.block_pieces import (
+    FIRST,
+    LENGTH,
+    PLACE,
+    STATISTICS_PLACE,
     find_block_item,
     find_list,
+    known_list,
+    leave_item,
+    leave_list,
     listed_keys,
     listed_row,
     load_listed_keys,
@@ -20,7 +27,9 @@ from dilated_attention_pytorch.backends.hopper.block_pieces import (
 from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
     allocate_barriers,
+    allocate_facts,
     allocate_rows,
+    known,
     load_rows,
     product_layout,
     row_descriptor,
@@ -63,15 +72,16 @@ def _load_item(
 
 @gluon.jit
 def _produce_pass(
-    number, counter, tensors, tables, rows, items, group, strides, smem, bars, CAUSAL: gl.constexpr,
+    number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     Q, K, V = tensors
+    N, H = sizes
     q_strides, k_strides, v_strides = strides
-    done = bars[6]
+    facts_full, done = bars[6], bars[7]
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
-        count, LIST, _, last = find_list(tables, row, head, first, length)
+        count, LIST, first_entry, last = find_list(tables, row, head, first, length)
         blocks, _ = listed_keys(count, last, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
         key_head = head // group
         at = (
@@ -82,6 +92,9 @@ def _produce_pass(
         steps = q_strides[1], k_strides[1], v_strides[1]
         parity = number & 1
         mbarrier.wait(done.index(parity), (number >> 1 & 1) ^ 1)
+        leave_item(facts, parity, first, length, sample, starts[0], head, N, H)
+        leave_list(facts, parity, count, first_entry, last)
+        mbarrier.arrive(facts_full.index(parity), count=1)
         if parity == 0:
             counter = _load_item(
                 at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
@@ -98,40 +111,43 @@ def _produce_pass(
 
 @gluon.jit
 def _produce(
-    tensors, tables, rows, items, group, strides, smem, bars, flags, CAUSAL: gl.constexpr,
+    tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, flags, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     ONLINE: gl.constexpr,
 ):  # fmt: skip
     # Items and blocks of keys so far.
     number, counter = _produce_pass(
-        items * 0, items * 0, tensors, tables, rows, items, group, strides, smem, bars, CAUSAL,
+        items * 0, items * 0, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL,
         D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
     )  # fmt: skip
     if not ONLINE:
         _produce_pass(
-            number, counter, tensors, tables, rows, again(items, flags, 1), group, strides, smem, bars, CAUSAL,
+            number, counter, tensors, tables, rows, again(items, flags, 1), group, sizes, strides, smem, facts, bars, CAUSAL,
             D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
         )  # fmt: skip
 
 
 @gluon.jit
 def _compute_pass(
-    number, counter, which: gl.constexpr, results, tables, rows, items, sizes, scale_log2, smem, bars, CAUSAL: gl.constexpr,
+    number, counter, which: gl.constexpr, results, items, H, scale_log2, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
     OUT, LSE = results
-    N, H = sizes
-    v_empty, done = bars[5], bars[6]
+    v_empty, facts_full, done = bars[5], bars[6], bars[7]
     S: gl.constexpr = product_layout(BLOCK_N)
     O: gl.constexpr = product_layout(BLOCK_D)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
+    own = which * 64 + numbers  # in an item
     overflow = gl.full([64], 0, gl.int32, gl.SliceLayout(1, O))
-    row, head, first, sample, starts, length = find_block_item(tables[0], rows, gl.program_id(0), BLOCK_SIZE)
-    count, _, _, last_entry = find_list(tables, row, head, first, length)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        slot = number & 1
+        mbarrier.wait(facts_full.index(slot), number >> 1 & 1)
+        first = known(facts, slot, FIRST).to(gl.int32)
+        length = known(facts, slot, LENGTH).to(gl.int32)
+        count, _, last_entry = known_list(facts, slot)
         blocks, clear_blocks = listed_keys(count, last_entry, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
         begin = first + which * 64
         q_rows = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
@@ -142,16 +158,9 @@ def _compute_pass(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
             D, BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S,
         )  # fmt: skip
-        # While the last product runs: the next item.
-        next_item = gl.minimum(item + gl.num_programs(0), items - 1)
-        following = find_block_item(tables[0], rows, next_item, BLOCK_SIZE)
-        following_list = find_list(tables, following[0], following[1], following[2], following[5])
         acc = whole_rows(wait_sums(sums, left, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(v_empty.index(stage), count=1)
-        mbarrier.arrive(done.index(number & 1), count=1)
-        number += 1
-
-        inside = (begin + numbers) < length
+        inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
         total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
         divisor_o = gl.convert_layout(divisor, gl.SliceLayout(1, O))
         if not ONLINE:
@@ -161,28 +170,28 @@ def _compute_pass(
         # An empty list is served as one block with weights 0, whose values may be anything.
         out = gl.where(something[:, None], acc * (1.0 / divisor_o)[:, None], 0.0)
         lse = gl.where(something, (m2_o + gl.log2(total_o)) * LN_2, float("-inf"))
-        first_row = starts[0] + begin
-        gl.store(LSE + (sample.to(gl.int64) * H + head) * N + first_row + numbers, lse, mask=inside)
-        store_rows(OUT, out, ((sample.to(gl.int64) * N + first_row) * H + head) * D, H * D, numbers, inside, D, BLOCK_D)
-        row, head, first, sample, starts, length = following
-        count, _, _, last_entry = following_list
+        gl.store(LSE + known(facts, slot, STATISTICS_PLACE) + own, lse, mask=inside)
+        place = known(facts, slot, PLACE) + which * 64 * H
+        store_rows(OUT, out, place * D, H * D, numbers, inside, D, BLOCK_D)
+        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
+        number += 1
     return number, counter, overflow
 
 
 @gluon.jit
 def _compute(
-    which: gl.constexpr, results, tables, rows, items, sizes, scale_log2, smem, bars, flags, CAUSAL: gl.constexpr,
+    which: gl.constexpr, results, items, H, scale_log2, smem, facts, bars, flags, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
     number, counter, overflow = _compute_pass(
-        items * 0, items * 0, which, results, tables, rows, items, sizes, scale_log2, smem, bars, CAUSAL,
+        items * 0, items * 0, which, results, items, H, scale_log2, smem, facts, bars, CAUSAL,
         D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE,
     )  # fmt: skip
     if not ONLINE:
         raise_flag(flags, which, overflow)
         _compute_pass(
-            number, counter, which, results, tables, rows, again(items, flags, 4), sizes, scale_log2, smem, bars, CAUSAL,
+            number, counter, which, results, again(items, flags, 4), H, scale_log2, smem, facts, bars, CAUSAL,
             D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, True,
         )  # fmt: skip
 
@@ -214,8 +223,10 @@ def block_forward_kernel(
         allocate_barriers(STAGES, 2),
         allocate_barriers(STAGES, 1),
         allocate_barriers(STAGES, 2),
+        allocate_barriers(2, 1),
         allocate_barriers(2, 2),
     )
+    facts = allocate_facts(0)
     flags = allocate_flags()
     fence_async_shared()
     strides = (
@@ -227,7 +238,7 @@ def block_forward_kernel(
     results = OUT, LSE
     sizes = N, H
     gl.warp_specialize([
-        (_compute, (gl.constexpr(0), results, tables, rows, items, sizes, scale_log2, smem, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE)),
-        (_compute, (gl.constexpr(1), results, tables, rows, items, sizes, scale_log2, smem, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE)),
-        (_produce, ((Q, K, V), tables, rows, items, group, strides, smem, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, ONLINE)),
+        (_compute, (gl.constexpr(0), results, items, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE)),
+        (_compute, (gl.constexpr(1), results, items, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE)),
+        (_produce, ((Q, K, V), tables, rows, items, group, sizes, strides, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, ONLINE)),
     ], [4, 1], [232, 40])  # fmt: skip

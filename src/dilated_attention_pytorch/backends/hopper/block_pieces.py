@@ -3,6 +3,8 @@
 The tables are those of the portable kernels (backends/triton/block_tables.py). Listed rows are counted one after the other:
 with blocks of 128 and the list 3, 7, listed row 130 is row 7 * 128 + 2 of the sequence. Lists ascend, so only the first and
 the last entry may need a mask. An empty list is served as one block of which nothing is seen.
+
+Only the producer reads the tables. What the groups have to know of an item it leaves in shared memory, as in pieces.py.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dilated_attention_pytorch.backends.hopper.pieces import ROWS, load_rows
+from dilated_attention_pytorch.backends.hopper.pieces import ROWS, known, leave, load_rows
 
 COLUMNS = gl.constexpr(8)  # of a table of blocks, see block_tables.COLUMNS
+# What the producer leaves of an item. The place of its first row in results (B, length, heads), and in (B, heads, length).
+FIRST, LENGTH, PLACE, STATISTICS_PLACE, COUNT, FIRST_ENTRY, LAST_ENTRY = map(gl.constexpr, range(7))
 
 
 @gluon.jit
@@ -41,6 +45,34 @@ def find_list(tables, row, head, first, length):
     some = count > 0
     first_entry = gl.load(LIST, mask=some, other=0)
     return count, LIST, first_entry, gl.load(LIST + gl.maximum(count - 1, 0), mask=some, other=0)
+
+
+@gluon.jit
+def leave_item(facts, slot, first, length, sample, start, head, N, H):
+    """Say which rows an item has, and where its results go; ``start`` is the tensor's row of the sequence's first."""
+    row = start + first
+    leave(facts, slot, FIRST, first)
+    leave(facts, slot, LENGTH, length)
+    leave(facts, slot, PLACE, (sample.to(gl.int64) * N + row) * H + head)
+    leave(facts, slot, STATISTICS_PLACE, (sample.to(gl.int64) * H + head) * N + row)
+
+
+@gluon.jit
+def leave_list(facts, slot, count, first_entry, last_entry):
+    """Say what the groups have to know of a list: not its entries, which only the producer loads."""
+    leave(facts, slot, COUNT, count)
+    leave(facts, slot, FIRST_ENTRY, first_entry)
+    leave(facts, slot, LAST_ENTRY, last_entry)
+
+
+@gluon.jit
+def known_list(facts, slot):
+    """How many entries a list has, its first and its last."""
+    return (
+        known(facts, slot, COUNT).to(gl.int32),
+        known(facts, slot, FIRST_ENTRY).to(gl.int32),
+        known(facts, slot, LAST_ENTRY).to(gl.int32),
+    )
 
 
 @gluon.jit

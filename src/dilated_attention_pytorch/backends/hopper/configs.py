@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dilated_attention_pytorch.backends.triton.configs import padded
-
 ITEM_ROWS = 128  # that a program computes at once, see pieces.ROWS
 
 
@@ -28,14 +26,15 @@ class Configs:
     dkv: Config
 
 
-# By the head size of a block in shared memory.
+# By the head size, up to this one.
 TABLE = {
     32: Configs(Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2, overlap=True)),
     64: Configs(Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2, overlap=True)),
+    96: Configs(Config(128, 3, 0), Config(64, 5, 1), Config(64, 4, 1)),
     128: Configs(Config(128, 3, 0), Config(64, 5, 1), Config(64, 4, 0)),
 }
 
 
 def configs(head_dim: int) -> Configs:
     """The configurations for a head size."""
-    return TABLE[padded(head_dim)]
+    return TABLE[min(size for size in TABLE if size >= head_dim)]
