@@ -4,8 +4,8 @@
 
 ``x dense`` is the rate over that of dense cuDNN attention of the same head size, type and causality at the typical tile
 length L = w / r, measured in the same run, before and after. Forward FLOPs are 4 D per pair, backward 2.5 times that.
-Sequences above 16,384 tokens are measured at the power limit of the GPU, see ``steady_milliseconds``; shorter ones by
-single calls from Python, for which the GPU waits.
+Calls follow one another as in training, at the power limit of the GPU, see ``steady_milliseconds``. Sequences up to 16,384
+tokens have two more figures: replays of a CUDA graph, and single calls, for whose first line of Python the GPU waits.
 """
 
 from __future__ import annotations
@@ -123,13 +123,12 @@ def gradients_of(function, inputs):
     return lambda: torch.autograd.grad(function(*inputs), inputs, dout)
 
 
-def forward_and_backward(function, inputs, steady: bool = True) -> tuple[float, float]:
-    timed = steady_milliseconds if steady else milliseconds
+def forward_and_backward(function, inputs) -> tuple[float, float]:
     with torch.no_grad():
-        forward = timed(lambda: function(*inputs))
+        forward = steady_milliseconds(lambda: function(*inputs))
     out = function(*inputs)
     dout = torch.randn_like(out)
-    return forward, timed(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
+    return forward, steady_milliseconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
 
 
 def dense_rates(s: Setting) -> tuple[float, float]:
@@ -145,7 +144,7 @@ def dense_rates(s: Setting) -> tuple[float, float]:
             return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=s.causal).transpose(1, 2)
 
     flops = batch * s.heads * s.head_dim * 4 * s.dense_length**2 / (2 if s.causal else 1)
-    forward, backward = forward_and_backward(dense, tensors(s, batch, s.dense_length), s.long)
+    forward, backward = forward_and_backward(dense, tensors(s, batch, s.dense_length))
     return flops / forward / 1e9, 2.5 * flops / backward / 1e9
 
 
@@ -174,7 +173,7 @@ def measure(name: str, s: Setting, backend: str) -> dict:
         run = lambda *x: attention(*x, s.pattern, is_causal=s.causal, backend=backend)  # noqa: E731
     inputs = tensors(s)
     plan = compile_plan(s.pattern, s.n, s.heads, is_causal=s.causal)
-    forward, backward = forward_and_backward(run, inputs, s.long)
+    forward, backward = forward_and_backward(run, inputs)
     both = gradients_of(run, inputs)
     with torch.no_grad():
         out = run(*inputs)
@@ -186,7 +185,7 @@ def measure(name: str, s: Setting, backend: str) -> dict:
         "dtype": str(s.dtype),
         "forward_ms": forward,
         "backward_ms": backward,
-        "both_ms": steady_milliseconds(both) if s.long else milliseconds(both, 31),
+        "both_ms": steady_milliseconds(both),
         "forward_ns_per_token": forward * 1e6 / s.n,
         "backward_ns_per_token": backward * 1e6 / s.n,
         "forward_tflops": plan.flops(s.head_dim) / forward / 1e9,
@@ -195,6 +194,10 @@ def measure(name: str, s: Setting, backend: str) -> dict:
         "forward_extra_over_output": extra / (out.numel() * out.element_size()),
         "both_extra_gib": both_extra / 2**30,
     }
+    if not s.long:
+        with torch.no_grad():
+            row["forward_single_ms"] = milliseconds(lambda: run(*inputs), 31)
+        row["both_single_ms"] = milliseconds(both, 31)
     if not s.long and backend not in METHODS:  # those make tensors on the host
         with torch.no_grad():
             row["forward_graph_ms"] = graph_milliseconds(lambda: lambda: run(*inputs))
@@ -238,14 +241,17 @@ def main() -> None:
             row["forward_x_dense"] = row["forward_tflops"] / dense_forward
             row["backward_x_dense"] = row["backward_tflops"] / dense_backward
             report["rows"].append(row)
-            graphs = [f"{row[key]:.3f}" for key in ("forward_graph_ms", "both_graph_ms") if key in row]
-            graph = f" (graphs {', '.join(graphs)})" if graphs else ""
+            more = "".join(
+                f", {kind} {row[f'forward_{kind}_ms']:.3f} {row[f'both_{kind}_ms']:.3f}"
+                for kind in ("graph", "single")
+                if f"both_{kind}_ms" in row
+            )
             print(
                 f"{name:16s} {backend:9s} {row['forward_ms']:10.3f}  {row['forward_tflops']:7.0f}  "
                 f"{row['forward_x_dense']:7.3f}  {row['backward_ms']:11.3f}  {row['backward_tflops']:7.0f}  "
                 f"{row['backward_x_dense']:7.3f}  {row['both_ms']:7.3f}  {row['forward_extra_gib']:9.2f}  "
                 f"{row['both_extra_gib']:8.2f}  "
-                f"{row['relative_error']:.1e}{graph}",
+                f"{row['relative_error']:.1e}{more}",
                 flush=True,
             )
     if options.out:

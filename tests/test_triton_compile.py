@@ -89,6 +89,7 @@ def test_one_merge(kernel):
 # Head size, writes the result or parts, query heads per key head, parts to be added, float32 results (of a ring's ranks).
 HOPPER_CASES = [
     [24, True, 1, 8],
+    [48, True, 1, 8],
     [64, False, 1, 0],
     [64, True, 2, 8],
     [64, True, 1, 8],
@@ -98,6 +99,13 @@ HOPPER_CASES = [
     [128, True, 1, 8],
     [128, True, 1, 32],  # with one stage less: what is known of the parts needs its room
 ]
+# Tensor core instructions for a block, 16 elements of the contraction each. Head size 48 is 32 and 16 columns, 80 is 64 and
+# 16: 3 or 5 instructions for scores, not 4 or 8, and two narrow ones where results have that many columns.
+PRODUCTS = {
+    "forward": {48: 3 + 8 * 2, 64: 4 + 8, 80: 5 + 8 * 2, 128: 8 + 8},
+    "dq": {48: 2 * 3 + 4 * 2, 64: 2 * 4 + 4, 80: 2 * 5 + 4 * 2, 128: 2 * 8 + 4},
+    "dkv": {48: 2 * 3 + 2 * 4 * 2, 64: 4 * 4, 80: 2 * 5 + 2 * 4 * 2, 128: 2 * 8 + 2 * 4},
+}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -107,6 +115,7 @@ def test_hopper_kernels(kernel, head_dim):
     several = compiled_together([[f"hopper {kernel}", *case] for case in cases])
     for case, used in zip(cases, several, strict=True):
         check_hopper(kernel, used, single_results=case[4:] == [True])
+        assert case[0] not in PRODUCTS[kernel] or {x["products"] for x in used["loops"]} == {PRODUCTS[kernel][case[0]]}
         # The next launch may begin before tables are read. Groups that add parts wait for the last launch before they read
         # these and before they write; others read nothing.
         group = r"WL+S+" if case[3] > 0 else r"S+"
@@ -117,7 +126,7 @@ def test_hopper_kernels(kernel, head_dim):
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_hopper_kernels_over_block_lists(kernel):
-    cases = [64, 128, True, 1], [128, 256, False, 2]
+    cases = [48, 128, True, 1], [64, 128, True, 1], [96, 256, False, 2], [128, 256, False, 2]
     for used in compiled_together([[f"hopper block {kernel}", *case] for case in cases]):
         check_hopper(kernel, used)
 

@@ -38,12 +38,6 @@ from dilated_attention_pytorch.backends.hopper.products import hold, no_sums, wh
 
 
 @gluon.jit
-def _listed_blocks(count, BLOCK_M: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Blocks of BLOCK_M listed query rows; at least one, of which nothing is seen if the list is empty."""
-    return gl.maximum(count * (BLOCK_SIZE // BLOCK_M), 1)
-
-
-@gluon.jit
 def _load_unit(
     member, kv_at, kv_steps, first, number, q_at, dout_at, lse_at, delta_at, steps, LIST, count, length, counter, smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
@@ -57,7 +51,7 @@ def _load_unit(
     q_desc = row_descriptor(q_at, length, steps[0], D, BLOCK_M, BLOCK_D)
     dout_desc = row_descriptor(dout_at, length, steps[1], D, BLOCK_M, BLOCK_D)
     q_row = listed_row(LIST, 0, count, BLOCK_SIZE)
-    for block in range(_listed_blocks(count, BLOCK_M, BLOCK_SIZE)):
+    for block in range(count * (BLOCK_SIZE // BLOCK_M)):
         stage = counter % STAGES
         mbarrier.wait(empty.index(stage), (counter // STAGES & 1) ^ 1)
         load_rows(q_desc, q_row, q_full, q_smem, stage)
@@ -88,6 +82,7 @@ def _produce_dkv(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, key_head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
         mbarrier.wait(facts_empty.index(number & 1), (number >> 1 & 1) ^ 1)
+        # Items by their own parity, lists by the unit's: different facts, said to be there at once.
         leave_item(facts, number & 1, first, length, sample, starts[1], key_head, M, G)
         kv_at = (
             address(K, k_strides, sample, starts[1], key_head),
@@ -132,7 +127,7 @@ def _masked_blocks(
     if CAUSAL:
         clear = gl.where(first_entry == first // BLOCK_SIZE, EACH, 0)
     ending = gl.minimum((length - last_entry * BLOCK_SIZE) // BLOCK_M, EACH)
-    return clear, gl.where(count > 0, (count - 1) * EACH + ending, 0)
+    return clear, (count - 1) * EACH + ending
 
 
 @gluon.jit
@@ -151,11 +146,13 @@ def _compute_dkv(
     none = gl.full([64, BLOCK_M], 0.0, gl.float32, S)
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
+    own = half * 64 + numbers  # in an item
     counter = 0
     number = 0
     unit = 0
     for _ in range(gl.program_id(0), items, gl.num_programs(0)):
         slot = number & 1
+        # With the list of its first unit the item's facts are there as well.
         mbarrier.wait(facts_full.index(unit & 1), unit >> 1 & 1)
         first = known(facts, slot, FIRST).to(gl.int32)
         length = known(facts, slot, LENGTH).to(gl.int32)
@@ -165,30 +162,25 @@ def _compute_dkv(
         v = hold(v_smem.index(half), S, D, HELD >= 2)
         dk = no_sums(D, BLOCK_D)
         dv = no_sums(D, BLOCK_D)
-        entries = first * 0
         for _member in range(group):
             mbarrier.wait(facts_full.index(unit & 1), unit >> 1 & 1)
             count, first_entry, last_entry = known_list(facts, unit & 1)
             clear, whole = _masked_blocks(count, first_entry, last_entry, first, length, CAUSAL, BLOCK_M, BLOCK_SIZE)
-            stop = gl.where(count > 0, length, 0)  # rows of an empty list are none of the sequence
             # Where the first block of listed rows would be, seen from the first and from the last entry.
             from_first = first_entry * BLOCK_SIZE
             from_last = (last_entry - (count - 1)) * BLOCK_SIZE
             # Right for blocks of the first and of the last entry: others are not masked.
-            dk, dv, k, v, counter = dkv_of_head(
-                k, v, dk, dv, 0, _listed_blocks(count, BLOCK_M, BLOCK_SIZE), clear, whole, EACH, from_first, from_last, stop, CAUSAL, counter, scale_log2,
-                columns, m, none, smem[2:], bars[2:6], D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S,
-            )  # fmt: skip
+            if count > 0:
+                dk, dv, k, v, counter = dkv_of_head(
+                    k, v, dk, dv, 0, count * EACH, clear, whole, EACH, from_first, from_last, length, CAUSAL, counter,
+                    scale_log2, columns, m, none, smem[2:], bars[2:6], D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S,
+                )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
-            entries += count
         mbarrier.arrive(rows_empty.index(half), count=1)
         number += 1
-        if entries == 0:  # served as one block with weights 0, whose queries may be anything
-            dk = no_sums(D, BLOCK_D)
-            dv = no_sums(D, BLOCK_D)
 
-        inside = (known(facts, slot, FIRST).to(gl.int32) + half * 64 + numbers) < known(facts, slot, LENGTH).to(gl.int32)
+        inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
         start = (known(facts, slot, PLACE) + half * 64 * G) * D
         store_rows(DK, whole_rows(dk, D, BLOCK_D) * scale, start, G * D, numbers, inside, D, BLOCK_D)
         store_rows(DV, whole_rows(dv, D, BLOCK_D), start, G * D, numbers, inside, D, BLOCK_D)

@@ -116,7 +116,8 @@ def _compute_dq(
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
-    own = half * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))  # in an item
+    own = half * 64 + numbers  # in an item
+    own_s = half * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
     counter = 0
     number = 0
     for _ in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -126,8 +127,8 @@ def _compute_dq(
         length = known(facts, slot, LENGTH).to(gl.int32)
         count, _, last_entry = known_list(facts, slot)
         blocks, clear_blocks = listed_keys(count, last_entry, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
-        q_rows = first + own
-        place = known(facts, slot, STATISTICS_PLACE) + own
+        q_rows = first + own_s
+        place = known(facts, slot, STATISTICS_PLACE) + own_s
         # rows behind the sequence: weights exp2(0 - inf) = 0
         lse2 = gl.load(LSE + place, mask=q_rows < length, other=float("inf")) * LOG2_E
         delta = gl.load(DELTA + place, mask=q_rows < length, other=0.0)
@@ -145,8 +146,7 @@ def _compute_dq(
         if count == 0:  # served as one block with weights 0, whose keys and values may be anything
             dq_sum = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
 
-        begin = known(facts, slot, FIRST).to(gl.int32) + half * 64
-        inside = (begin + numbers) < known(facts, slot, LENGTH).to(gl.int32)
+        inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
         start = (known(facts, slot, PLACE) + half * 64 * H) * D
         store_rows(DQ, dq_sum * scale, start, H * D, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure

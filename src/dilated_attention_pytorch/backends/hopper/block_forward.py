@@ -149,8 +149,7 @@ def _compute_pass(
         length = known(facts, slot, LENGTH).to(gl.int32)
         count, _, last_entry = known_list(facts, slot)
         blocks, clear_blocks = listed_keys(count, last_entry, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
-        begin = first + which * 64
-        q_rows = begin + gl.arange(0, 64, gl.SliceLayout(1, S))
+        q_rows = first + which * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
         seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
         m2 = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))

@@ -2,7 +2,7 @@
 
 The tables are those of the portable kernels (backends/triton/block_tables.py). Listed rows are counted one after the other:
 with blocks of 128 and the list 3, 7, listed row 130 is row 7 * 128 + 2 of the sequence. Lists ascend, so only the first and
-the last entry may need a mask. An empty list is served as one block of which nothing is seen.
+the last entry may need a mask. An empty list of keys is served as one block of which nothing is seen.
 
 Only the producer reads the tables. What the groups have to know of an item it leaves in shared memory, as in pieces.py.
 """
@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from dilated_attention_pytorch.backends.hopper.pieces import ROWS, known, leave, load_rows
 
 COLUMNS = gl.constexpr(8)  # of a table of blocks, see block_tables.COLUMNS
-# What the producer leaves of an item. The place of its first row in results (B, length, heads), and in (B, heads, length).
+# What the producer leaves of an item; not every kernel reads all of it. The places are those of its first row among the
+# (B, rows, heads) of a tensor, and among the (B, heads, rows) of statistics.
 FIRST, LENGTH, PLACE, STATISTICS_PLACE, COUNT, FIRST_ENTRY, LAST_ENTRY = map(gl.constexpr, range(7))
 
 
@@ -48,13 +49,14 @@ def find_list(tables, row, head, first, length):
 
 
 @gluon.jit
-def leave_item(facts, slot, first, length, sample, start, head, N, H):
-    """Say which rows an item has, and where its results go; ``start`` is the tensor's row of the sequence's first."""
+def leave_item(facts, slot, first, length, sample, start, head, rows, heads):
+    """Say which rows an item has, and where its results go: ``start`` is the row of a tensor of so many where its sequence
+    starts."""
     row = start + first
     leave(facts, slot, FIRST, first)
     leave(facts, slot, LENGTH, length)
-    leave(facts, slot, PLACE, (sample.to(gl.int64) * N + row) * H + head)
-    leave(facts, slot, STATISTICS_PLACE, (sample.to(gl.int64) * H + head) * N + row)
+    leave(facts, slot, PLACE, (sample.to(gl.int64) * rows + row) * heads + head)
+    leave(facts, slot, STATISTICS_PLACE, (sample.to(gl.int64) * heads + head) * rows + row)
 
 
 @gluon.jit

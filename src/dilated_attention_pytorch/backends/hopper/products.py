@@ -1,8 +1,8 @@
 """Products of the Hopper kernels: rows with rows, over the head size, and weights with rows, whose columns it is.
 
 A product takes powers of 2. A head size between two of them is served as two *pieces*: of a block of 64 columns with 48
-that count, 32 and 16. What lies in registers by head size is a tuple of the pieces, and every product is as many as there
-are pieces, in both directions: that is what ``pending`` counts in.
+that count, 32 and 16. What lies in registers by head size is a tuple of the pieces. Every product, of rows with rows and
+of weights with rows, is then two; ``pending`` counts whole products.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def no_sums(D: gl.constexpr, BLOCK_D: gl.constexpr):
 @gluon.jit
 def as_weights(x, dtype: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr):
     """Rounded, as the left side of ``start_sums``."""
-    return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, product_layout(first_piece(D, BLOCK_D)), 2))
+    return gl.convert_layout(
+        x.to(dtype), gl.DotOperandLayout(0, product_layout(first_piece(D, BLOCK_D)), 2), assert_trivial=True
+    )
 
 
 @gluon.jit

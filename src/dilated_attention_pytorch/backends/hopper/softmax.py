@@ -59,15 +59,18 @@ def _sums_of_threads(weights, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _divisor(total, largest, dtype: gl.constexpr):
-    """What sums of values are divided by: the sum of weights, or, for rows of one key, of rounded ones.
+    """What sums of values are divided by: the sum of weights, with that of a key that outweighs the others as rounded.
 
-    ``largest`` is the largest of the four sums that threads have of a row, ``total`` the sum of all weights. If the others
-    are too small to change how ``largest`` is rounded, so are, as far as one can tell, the other keys of that thread: it is
-    one weight, which was rounded like that. Then the row is that key's value bit for bit, and its queries have no gradient.
+    ``largest`` is the largest of the four sums that threads have of a row, ``total`` the sum of all weights. If twice the
+    other three would not change how ``largest`` is rounded to bfloat16, it is taken for one weight, which was rounded like
+    that: where the others are nothing, the row is that key's value bit for bit, and its queries have no gradient. If several
+    keys of one thread are all there is, the divisor is off by a second rounding.
     """
     others = total - largest
     rounded = largest.to(dtype).to(gl.float32)
-    alone = (largest - 2.0 * others).to(dtype).to(gl.float32) == rounded
+    # Some weight is 1, the maximum of the first block, or there are zero keys; it may lie in the same thread. So below 512
+    # there is no such key, but for that 1, which is exact.
+    alone = (largest - 2.0 * gl.maximum(others, 1.0)).to(dtype).to(gl.float32) == rounded
     return gl.where(alone, rounded + others, total)
 
 
