@@ -137,11 +137,11 @@ def _compute_dq(
         q = hold(q_smem.index(half), S, D, HELD >= 1)
         dout = hold(dout_smem.index(half), S, D, HELD >= 2)
 
-        dq, left, stage, counter = dq_of_item(
+        dq, ds, stage, counter = dq_of_item(
             half, q, dout, no_sums(D, BLOCK_D), lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
             (k_smem, v_smem), bars[1:6], D, BLOCK_D, BLOCK_N, STAGES, HELD,
         )  # fmt: skip
-        dq_sum = whole_rows(wait_sums(dq, left, D, BLOCK_D), D, BLOCK_D)
+        dq_sum = whole_rows(wait_sums(dq, ds, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(k_empty.index(stage), count=1)
         if count == 0:  # served as one block with weights 0, whose keys and values may be anything
             dq_sum = gl.full([64, BLOCK_D], 0.0, gl.float32, O)

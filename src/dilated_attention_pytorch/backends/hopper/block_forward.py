@@ -153,11 +153,11 @@ def _compute_pass(
         seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
         m2 = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
-        sums, left, m2, total, divisor, stage, counter = attend_item(
+        sums, p, m2, total, divisor, stage, counter = attend_item(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
             D, BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S,
         )  # fmt: skip
-        acc = whole_rows(wait_sums(sums, left, D, BLOCK_D), D, BLOCK_D)
+        acc = whole_rows(wait_sums(sums, p, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(v_empty.index(stage), count=1)
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
         total_o = gl.convert_layout(total, gl.SliceLayout(1, O))

@@ -29,7 +29,7 @@ class Configs:
 # By the head size, up to this one.
 TABLE = {
     32: Configs(Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2, overlap=True)),
-    48: Configs(Config(128, 6, 1), Config(128, 4, 1), Config(64, 8, 2)),
+    48: Configs(Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2)),
     64: Configs(Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2, overlap=True)),
     96: Configs(Config(128, 3, 0), Config(64, 5, 1), Config(64, 4, 1)),
     128: Configs(Config(128, 3, 0), Config(64, 5, 1), Config(64, 4, 0)),

@@ -206,8 +206,9 @@ def dkv_of_head(
         rows = gl.where(block < edge, near, far) + block * BLOCK_M + m
         masked = (block < clear) | (block >= whole)
         if OVERLAP:
-            dv, dv_left = start_sums(p, dout_smem.index(last), dv, D)
-            dk, dk_left = start_sums(ds, q_smem.index(last), dk, D)
+            last_p, last_ds = p, ds
+            dv = start_sums(last_p, dout_smem.index(last), dv, D)
+            dk = start_sums(last_ds, q_smem.index(last), dk, D)
             s, k = wait_scores(3, s, k, D, BLOCK_D, HELD >= 1)
             dp, v = wait_scores(2, dp, v, D, BLOCK_D, HELD >= 2)
             mbarrier.wait(row_full.index(stage), phase)
@@ -216,7 +217,7 @@ def dkv_of_head(
             weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal)
             p = as_weights(weights, dtype, D, BLOCK_D)
             ds = as_weights(weights * (dp - delta[None, :]), dtype, D, BLOCK_D)
-            dv, dk = wait_both_sums(dv, dv_left, dk, dk_left, D, BLOCK_D)
+            dv, dk = wait_both_sums(dv, last_p, dk, last_ds, D, BLOCK_D)
             mbarrier.arrive(empty.index(last), count=1, pred=block > from_block)
             last = stage
         else:
@@ -225,18 +226,18 @@ def dkv_of_head(
             lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
             weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal)
             p = as_weights(weights, dtype, D, BLOCK_D)
-            dv, dv_left = start_sums(p, dout_smem.index(stage), dv, D)
+            dv = start_sums(p, dout_smem.index(stage), dv, D)
             dp, v = wait_scores(1, dp, v, D, BLOCK_D, HELD >= 2)
             delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
             ds = as_weights(weights * (dp - delta[None, :]), dtype, D, BLOCK_D)
-            dk, dk_left = start_sums(ds, q_smem.index(stage), dk, D)
-            dv, dk = wait_both_sums(dv, dv_left, dk, dk_left, D, BLOCK_D)
+            dk = start_sums(ds, q_smem.index(stage), dk, D)
+            dv, dk = wait_both_sums(dv, p, dk, ds, D, BLOCK_D)
             mbarrier.arrive(empty.index(stage), count=1)
         counter += 1
     if OVERLAP:
-        dv, dv_left = start_sums(p, dout_smem.index(last), dv, D)
-        dk, dk_left = start_sums(ds, q_smem.index(last), dk, D)
-        dv, dk = wait_both_sums(dv, dv_left, dk, dk_left, D, BLOCK_D)
+        dv = start_sums(p, dout_smem.index(last), dv, D)
+        dk = start_sums(ds, q_smem.index(last), dk, D)
+        dv, dk = wait_both_sums(dv, p, dk, ds, D, BLOCK_D)
         mbarrier.arrive(empty.index(last), count=1)
     return dk, dv, k, v, counter
 

@@ -161,7 +161,7 @@ def dq_of_item(
 ):  # fmt: skip
     """dq over all blocks of keys of an item, for the rows of one group, up to the start of the last product.
 
-    Returns the sums, that product's left sides, the stage of the last block, and the blocks so far.
+    Returns the sums, that product's left side, the stage of the last block, and the blocks so far.
     """
     k_smem, v_smem = smem
     rows_empty, k_full, k_empty, v_full, v_empty = bars
@@ -189,20 +189,21 @@ def dq_of_item(
         s = start_scores(q, k_smem.index(stage), none, D)
         mbarrier.wait(v_full.index(stage), phase)
         dp = start_scores(dout, v_smem.index(stage), none, D)
-        dq, left = start_sums(ds, k_smem.index(last), dq, D)
+        last_ds = ds
+        dq = start_sums(last_ds, k_smem.index(last), dq, D)
         s, q = wait_scores(2, s, q, D, BLOCK_D, HELD >= 1)
         dp, dout = wait_scores(1, dp, dout, D, BLOCK_D, HELD >= 2)
         mbarrier.arrive(v_empty.index(stage), count=1)
         n = block * BLOCK_N
         ds = _score_gradient(s, dp, lse2, delta, scale_log2, n, block >= clear_blocks, columns, seen)
         ds = as_weights(ds, dtype, D, BLOCK_D)
-        dq = wait_sums(dq, left, D, BLOCK_D)
+        dq = wait_sums(dq, last_ds, D, BLOCK_D)
         mbarrier.arrive(k_empty.index(last), count=1)
     counter += 1
     if HELD < 2:
         mbarrier.arrive(rows_empty.index(half), count=1)
-    dq, left = start_sums(ds, k_smem.index(stage), dq, D)
-    return dq, left, stage, counter
+    dq = start_sums(ds, k_smem.index(stage), dq, D)
+    return dq, ds, stage, counter
 
 
 @gluon.jit
@@ -236,7 +237,7 @@ def _compute_dq(
         q = hold(q_smem.index(half), S, D, HELD >= 1)
         dout = hold(dout_smem.index(half), S, D, HELD >= 2)
 
-        dq, left, stage, counter = dq_of_item(
+        dq, ds, stage, counter = dq_of_item(
             half, q, dout, no_sums(D, BLOCK_D), lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
             (k_smem, v_smem), bars[1:6], D, BLOCK_D, BLOCK_N, STAGES, HELD,
         )  # fmt: skip
@@ -247,7 +248,7 @@ def _compute_dq(
             positions = item_positions(facts, slot, own)
             places, there = find_part(facts, slot, 0, positions, inside, PARTS)
             part = load_part(PART_DQ, places, there, D, BLOCK_D)
-        dq_sum = whole_rows(wait_sums(dq, left, D, BLOCK_D), D, BLOCK_D)
+        dq_sum = whole_rows(wait_sums(dq, ds, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(k_empty.index(stage), count=1)
 
         dq_sum = dq_sum * scale

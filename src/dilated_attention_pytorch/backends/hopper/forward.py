@@ -218,7 +218,7 @@ def _compute_pass(
         zero_keys = known(facts, slot, ZERO_KEYS).to(gl.float32)
         m2 = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + gl.where(zero_keys > 0, 0.0, float("-inf"))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + zero_keys
-        sums, left, m2, total, divisor, stage, counter = attend_item(
+        sums, p, m2, total, divisor, stage, counter = attend_item(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
             D, BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S,
         )  # fmt: skip
@@ -230,7 +230,7 @@ def _compute_pass(
             places, there = find_part(facts, slot, 0, positions, inside, PARTS)
             part_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
             part_out = load_part(PART_OUT, places, there, D, BLOCK_D)
-        acc = whole_rows(wait_sums(sums, left, D, BLOCK_D), D, BLOCK_D)
+        acc = whole_rows(wait_sums(sums, p, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(v_empty.index(stage), count=1)
 
         total_o = gl.convert_layout(total, gl.SliceLayout(1, O))

@@ -101,42 +101,36 @@ def as_weights(x, dtype: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def start_sums(weights, block, sums, D: gl.constexpr):
-    """Start to add rows of a block in shared memory, times ``weights``, to ``sums``. Returns the left sides as well, to be
-    named until the products that read them are done."""
+    """Start to add rows of a block in shared memory, times ``weights``, to ``sums``."""
     BLOCK_D: gl.constexpr = block.shape[1]
     FIRST: gl.constexpr = first_piece(D, BLOCK_D)
     SECOND: gl.constexpr = second_piece(D, BLOCK_D)
     if SECOND == 0:
-        return (warpgroup_mma(weights, block, sums[0], is_async=True),), (weights,)
+        return (warpgroup_mma(weights, block, sums[0], is_async=True),)
     else:
-        same = gl.convert_layout(weights, gl.DotOperandLayout(0, product_layout(SECOND), 2), assert_trivial=True)
         first = warpgroup_mma(weights, block.slice(0, FIRST, dim=1), sums[0], is_async=True)
-        second = warpgroup_mma(same, block.slice(FIRST, SECOND, dim=1), sums[1], is_async=True)
-        return (first, second), (weights, same)
+        return first, warpgroup_mma(weights, block.slice(FIRST, SECOND, dim=1), sums[1], is_async=True)
 
 
 @gluon.jit
-def wait_sums(sums, left, D: gl.constexpr, BLOCK_D: gl.constexpr):
+def wait_sums(sums, weights, D: gl.constexpr, BLOCK_D: gl.constexpr):
     """Wait for all products. They read their left sides from registers until then: named here, so that they last."""
     if second_piece(D, BLOCK_D) == 0:
-        first, _ = warpgroup_mma_wait(0, deps=(sums[0], left[0]))
+        first, _ = warpgroup_mma_wait(0, deps=(sums[0], weights))
         return (first,)
     else:
-        first, second, _, _ = warpgroup_mma_wait(0, deps=(sums[0], sums[1], left[0], left[1]))
+        first, second, _ = warpgroup_mma_wait(0, deps=(sums[0], sums[1], weights))
         return first, second
 
 
 @gluon.jit
-def wait_both_sums(sums, left, more_sums, more_left, D: gl.constexpr, BLOCK_D: gl.constexpr):
+def wait_both_sums(sums, weights, more_sums, more_weights, D: gl.constexpr, BLOCK_D: gl.constexpr):
     """``wait_sums`` for two."""
     if second_piece(D, BLOCK_D) == 0:
-        a, b, _, _ = warpgroup_mma_wait(0, deps=(sums[0], more_sums[0], left[0], more_left[0]))
+        a, b, _, _ = warpgroup_mma_wait(0, deps=(sums[0], more_sums[0], weights, more_weights))
         return (a,), (b,)
     else:
-        a, b, c, d, _, _, _, _ = warpgroup_mma_wait(
-            0,
-            deps=(sums[0], sums[1], more_sums[0], more_sums[1], left[0], left[1], more_left[0], more_left[1]),
-        )
+        a, b, c, d, _, _ = warpgroup_mma_wait(0, deps=(sums[0], sums[1], more_sums[0], more_sums[1], weights, more_weights))
         return (a, b), (c, d)
 
 

@@ -83,8 +83,8 @@ def attend_item(
     """The softmax over all blocks of keys of an item, for the rows of one group, up to the start of the last products.
 
     Unless ``ONLINE``, the caller has to look for ``overflows``, and to come again with it where there are some.
-    ``total`` is what the sum of weights has beside the keys (zero keys). Returns the sums of values, the last products' left
-    sides, maximum, sum of weights, what to divide by, the stage of the last block, and the blocks so far.
+    ``total`` is what the sum of weights has beside the keys (zero keys). Returns the sums of values, the last weights as
+    rounded, maximum, sum of weights, what to divide by, the stage of the last block, and the blocks so far.
     """
     q_smem, k_smem, v_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -122,7 +122,8 @@ def attend_item(
         mbarrier.wait(k_full.index(stage), phase)
         s = start_scores(q, k_smem.index(stage), none, D)
         mbarrier.wait(v_full.index(last), last_phase)
-        sums, left = start_sums(p, v_smem.index(last), sums, D)
+        last_p = p
+        sums = start_sums(last_p, v_smem.index(last), sums, D)
         s, q = wait_scores(1, s, q, D, BLOCK_D, HELD)
         if not HELD:
             mbarrier.arrive(q_empty.index(which), count=1, pred=block == blocks - 1)
@@ -136,19 +137,19 @@ def attend_item(
         else:
             thread_sums += _sums_of_threads(weights, BLOCK_N)
         p = as_weights(weights, dtype, D, BLOCK_D)
-        sums = wait_sums(sums, left, D, BLOCK_D)
+        sums = wait_sums(sums, last_p, D, BLOCK_D)
         mbarrier.arrive(v_empty.index(last), count=1)
         if ONLINE:
             sums = scale_rows(sums, alpha, D, BLOCK_D)
     counter += 1
     mbarrier.wait(v_full.index(stage), phase)
-    sums, left = start_sums(p, v_smem.index(stage), sums, D)
+    sums = start_sums(p, v_smem.index(stage), sums, D)
     if ONLINE:
-        return sums, left, m2, total, total, stage, counter
+        return sums, p, m2, total, total, stage, counter
     else:
         total += gl.convert_layout(gl.sum(thread_sums, 1), R)
         divisor = _divisor(total, gl.convert_layout(gl.max(thread_sums, 1), R), dtype)
-        return sums, left, m2, total, divisor, stage, counter
+        return sums, p, m2, total, divisor, stage, counter
 
 
 @gluon.jit
