@@ -120,7 +120,7 @@ def _masked_blocks(
 ):  # fmt: skip
     """The first block of listed query rows that needs no causal mask, and the end of those that end in the sequence.
 
-    Only the first entry of a list may be the block of the keys themselves, only the last one the end of the sequence.
+    For lists that have entries. Only the first entry of a list may be the block of the keys themselves, only the last one the end of the sequence.
     """
     EACH: gl.constexpr = BLOCK_SIZE // BLOCK_M
     clear = count * 0

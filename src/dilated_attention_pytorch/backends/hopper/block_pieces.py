@@ -50,8 +50,7 @@ def find_list(tables, row, head, first, length):
 
 @gluon.jit
 def leave_item(facts, slot, first, length, sample, start, head, rows, heads):
-    """Say which rows an item has, and where its results go: ``start`` is the row of a tensor of so many where its sequence
-    starts."""
+    """Say which rows an item has, and where its results go: its sequence starts at row ``start`` of (B, rows, heads)."""
     row = start + first
     leave(facts, slot, FIRST, first)
     leave(facts, slot, LENGTH, length)

@@ -28,37 +28,38 @@ def second_piece(D, BLOCK_D):
 
 
 @gluon.jit
-def hold(smem, S: gl.constexpr, D: gl.constexpr, IN_REGISTERS: gl.constexpr):
-    """The left side of products with rows, in pieces: read from shared memory once, or by each product."""
-    BLOCK_D: gl.constexpr = smem.shape[1]
-    L: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+def _pieces(rows, D: gl.constexpr):
+    """The columns of rows in shared memory, by piece."""
+    BLOCK_D: gl.constexpr = rows.shape[1]
     FIRST: gl.constexpr = first_piece(D, BLOCK_D)
     SECOND: gl.constexpr = second_piece(D, BLOCK_D)
     if SECOND == 0:
-        if IN_REGISTERS:
-            return (smem.load(L),)
-        else:
-            return (smem,)
+        return (rows,)
     else:
-        first, second = smem.slice(0, FIRST, dim=1), smem.slice(FIRST, SECOND, dim=1)
-        if IN_REGISTERS:
-            return first.load(L), second.load(L)
-        else:
-            return first, second
+        return rows.slice(0, FIRST, dim=1), rows.slice(FIRST, SECOND, dim=1)
+
+
+@gluon.jit
+def hold(smem, S: gl.constexpr, D: gl.constexpr, IN_REGISTERS: gl.constexpr):
+    """The left side of products with rows, in pieces: read from shared memory once, or by each product."""
+    L: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    pieces = _pieces(smem, D)
+    if not IN_REGISTERS:
+        return pieces
+    elif second_piece(D, smem.shape[1]) == 0:
+        return (pieces[0].load(L),)
+    else:
+        return pieces[0].load(L), pieces[1].load(L)
 
 
 @gluon.jit
 def start_scores(left, block, none, D: gl.constexpr):
     """Start the product of rows (``hold``) with rows of a block in shared memory, over the head size."""
-    BLOCK_D: gl.constexpr = block.shape[1]
-    FIRST: gl.constexpr = first_piece(D, BLOCK_D)
-    SECOND: gl.constexpr = second_piece(D, BLOCK_D)
-    if SECOND == 0:
-        return warpgroup_mma(left[0], block.permute((1, 0)), none, use_acc=False, is_async=True)
-    else:
-        first, second = block.slice(0, FIRST, dim=1), block.slice(FIRST, SECOND, dim=1)
-        s = warpgroup_mma(left[0], first.permute((1, 0)), none, use_acc=False, is_async=True)
-        return warpgroup_mma(left[1], second.permute((1, 0)), s, is_async=True)
+    right = _pieces(block, D)
+    s = warpgroup_mma(left[0], right[0].permute((1, 0)), none, use_acc=False, is_async=True)
+    if second_piece(D, block.shape[1]) > 0:
+        s = warpgroup_mma(left[1], right[1].permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -102,14 +103,12 @@ def as_weights(x, dtype: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr):
 @gluon.jit
 def start_sums(weights, block, sums, D: gl.constexpr):
     """Start to add rows of a block in shared memory, times ``weights``, to ``sums``."""
-    BLOCK_D: gl.constexpr = block.shape[1]
-    FIRST: gl.constexpr = first_piece(D, BLOCK_D)
-    SECOND: gl.constexpr = second_piece(D, BLOCK_D)
-    if SECOND == 0:
-        return (warpgroup_mma(weights, block, sums[0], is_async=True),)
+    right = _pieces(block, D)
+    first = warpgroup_mma(weights, right[0], sums[0], is_async=True)
+    if second_piece(D, block.shape[1]) == 0:
+        return (first,)
     else:
-        first = warpgroup_mma(weights, block.slice(0, FIRST, dim=1), sums[0], is_async=True)
-        return first, warpgroup_mma(weights, block.slice(FIRST, SECOND, dim=1), sums[1], is_async=True)
+        return first, warpgroup_mma(weights, right[1], sums[1], is_async=True)
 
 
 @gluon.jit
