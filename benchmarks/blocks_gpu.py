@@ -29,6 +29,7 @@ from torch.nn.attention import flex_attention
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch import BlockSparse, SparsePatternConfig, attention
+from dilated_attention_pytorch.backends.triton.block_tables import BlockTable
 from dilated_attention_pytorch.blocks import call as block_call
 from dilated_attention_pytorch.blocks import ops as block_ops
 from dilated_attention_pytorch.measure import peak_extra_bytes
@@ -114,11 +115,17 @@ def with_grads(run: Runs, inputs: list[torch.Tensor], dout: torch.Tensor) -> lis
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
-def lists_of(pattern: BlockSparse, inputs: list[torch.Tensor]) -> tuple[int, int]:
-    """Entries of the lists (of one head), and bytes of both tables that kernels read."""
+def tables_of(pattern: BlockSparse, inputs: list[torch.Tensor]) -> tuple[BlockTable, BlockTable]:
+    """What kernels read, by query and by key."""
     q, k, _ = (x.detach() for x in inputs)
     by_query, by_key = block_ops.block_tables(q, k, *block_call.list_arguments(q, k, pattern, None, None, False, 1.0))
-    tables = (*by_query.tensors, *by_key().tensors)
+    return by_query, by_key()
+
+
+def lists_of(pattern: BlockSparse, inputs: list[torch.Tensor]) -> tuple[int, int]:
+    """Entries of the lists (of one head), and bytes of both tables that kernels read."""
+    by_query, by_key = tables_of(pattern, inputs)
+    tables = (*by_query.tensors, *by_key.tensors)
     return int(by_query.counts.sum()), sum(x.numel() * x.element_size() for x in tables)
 
 

@@ -1,10 +1,11 @@
 """Versions of the Hopper kernels at the power limit of the GPU: source trees that take turns, a process for each.
 
-    PYTHONPATH=src python3 benchmarks/variants_gpu.py 'forward|D=64,dkv|D=128 causal' src ../other/src [--out FILE]
+    PYTHONPATH=src python3 benchmarks/variants_gpu.py 'forward|D=64,block dkv|random 0.1 D=64' src ../other/src [--out FILE]
 
-Jobs are a kernel (forward, dq, dkv) and one of SETTINGS; the first tree is what the others are compared with. A
-turn is ``--seconds`` of calls that are not counted and as many that are: in turns of a tenth of a second the clock is still
-falling, and differences of 10 % look like 2. ``differs`` compares the sums of all results, to see that they agree.
+Jobs are a kernel (forward, dq, dkv) and one of SETTINGS, or with ``block`` before it one of those of blocks_gpu.py; the
+first tree is what the others are compared with. A turn is ``--seconds`` of calls that are not counted and as many that are:
+in turns of a tenth of a second the clock is still falling, and differences of 10 % look like 2. ``differs`` compares the
+sums of all results, to see that they agree.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import blocks_gpu
 import torch
 import triton
 import tune_hopper
 from gpu import GIGAPATH, WIDE, Setting, steady_milliseconds
 
-from dilated_attention_pytorch.backends.hopper import run
+from dilated_attention_pytorch.backends.hopper import block_run, run
 from dilated_attention_pytorch.backends.triton.run import row_delta
 
+Calls = Callable[[str], Any]  # by the name of a kernel
 SETTINGS = tune_hopper.SETTINGS | {
     "D=48": Setting(GIGAPATH, 2**17, 16, 48, 4096),
     "D=80": Setting(WIDE, 2**17, 16, 80, 2048),
@@ -32,25 +37,44 @@ SETTINGS = tune_hopper.SETTINGS | {
 }
 
 
-def turn(kernel: str, name: str, seconds: float, cache: dict) -> dict:
+def dilated_calls(name: str) -> Calls:
+    s = SETTINGS[name]
+    problem, x = tune_hopper.problem(s, s.n), tune_hopper.inputs(s, s.n)
+    out, lse = run.forward(problem, *x[:3], scale=s.head_dim**-0.5)
+    delta = row_delta(x[3], out, None)
+    return lambda kernel: tune_hopper.call(kernel, problem, x, lse, delta, None)
+
+
+def block_calls(name: str) -> Calls:
+    s = blocks_gpu.SETTINGS[name]
+    *x, dout = (y.detach() for y in (*s.tensors(), s.tensors()[0]))
+    by_query, by_key = blocks_gpu.tables_of(s.pattern(), x)
+    options = {"block_size": blocks_gpu.BLOCK, "is_causal": False, "scale": s.head_dim**-0.5}
+    out, lse = block_run.forward(by_query, *x, **options)
+    read, statistics = (*x, dout), (lse, row_delta(dout, out, None))
+    ways = {
+        "block forward": lambda: block_run.forward(by_query, *x, **options),
+        "block dq": lambda: block_run.dq(by_query, read, statistics, **options),
+        "block dkv": lambda: block_run.dkv(by_key, read, statistics, **options),
+    }
+    return lambda kernel: ways[kernel]()
+
+
+def turn(kernel: str, name: str, seconds: float, cache: dict[str, Calls]) -> dict:
     """One measurement, in the process of a tree."""
     if name not in cache:
         cache.clear()
         torch.cuda.empty_cache()
         torch.manual_seed(0)
-        s = SETTINGS[name]
-        problem, x = tune_hopper.problem(s, s.n), tune_hopper.inputs(s, s.n)
-        out, lse = run.forward(problem, *x[:3], scale=s.head_dim**-0.5)
-        cache[name] = problem, x, lse, row_delta(x[3], out, None)
-    problem, x, lse, delta = cache[name]
-    call = lambda: tune_hopper.call(kernel, problem, x, lse, delta, None)  # noqa: E731
+        cache[name] = block_calls(name) if name in blocks_gpu.SETTINGS else dilated_calls(name)
+    call = lambda: cache[name](kernel)  # noqa: E731
     sums = [float(y.double().abs().sum()) for y in tune_hopper.outputs(call())]
     return {"ms": steady_milliseconds(call, seconds), "sums": sums}
 
 
 def serve(seconds: float) -> None:
     """Answer jobs that come line by line."""
-    cache: dict = {}
+    cache: dict[str, Calls] = {}
     for line in sys.stdin:
         print("answer " + json.dumps(turn(*line.strip().split("|"), seconds, cache)), flush=True)
 

@@ -41,6 +41,30 @@ def with_grads(call, inputs, dout, dlse):
     return [x.detach() for x in (out, lse, *grads)]
 
 
+def positions_met(table, size, n, m, causal):
+    """Boolean (..., n, m), of a table (..., query blocks, key blocks)."""
+    i, j = torch.arange(m - n, m), torch.arange(m)
+    met = table[..., i // size - (m - n) // size, :][..., j // size]
+    return met & (j <= i[:, None]) if causal else met
+
+
+def plain(met, factors=None):
+    """Eager dense attention in the type of its inputs, masked: the yardstick of rounding. Weights times factors."""
+
+    def call(q, k, v):
+        group = q.shape[2] // k.shape[2]
+        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+        hidden, empty = ~met.to(q.device), ~met.any(-1).to(q.device)
+        s = torch.einsum("bnhd,bmhd->bhnm", q, k) * q.shape[-1] ** -0.5
+        s = s.masked_fill(hidden & ~empty[..., None], -torch.inf)
+        p = s.softmax(-1).masked_fill(empty[..., None], 0.0)
+        p = p if factors is None else p * factors.to(p)
+        lse = s.float().logsumexp(-1) if s.dtype != torch.float64 else s.logsumexp(-1)
+        return torch.einsum("bhnm,bmhd->bnhd", p, v), lse.masked_fill(empty, -torch.inf)
+
+    return call
+
+
 def assert_same(actual, expected, tolerance=1e-10):
     for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")

@@ -2,6 +2,7 @@
 
     python tests/compile_sm90.py '[["forward", 2, 64, 64, 64, 4, 3]]'     kernel, element size, head size, config
     python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size [, final, group, parts, single]
+    python tests/compile_sm90.py '[["hopper long_dq", 64]]'               the same, three groups
     python tests/compile_sm90.py '[["block forward", 2, 64, 128]]'        kernel, element size, head size, block size
     python tests/compile_sm90.py '[["hopper block dq", 64, 128, true, 1]]' kernel, head size, block size, causal, group
     python tests/compile_sm90.py '[["one merge", 64]]'                    kernel, head size
@@ -70,7 +71,7 @@ FLOAT = (
     "PART_DV",
 )
 INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED", "ROWS", "STARTS", "ADDRESSES", "ENTRIES", "FIRST")
-SHORT_INTEGER = ("POSITIONS", "COUNTS", "INDICES")
+SHORT_INTEGER = ("TAKEN", "POSITIONS", "COUNTS", "INDICES")
 
 
 def argument_type(name: str, element: str) -> str:
@@ -131,6 +132,7 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
 
 def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_PARTS, single_results=False):
     config = getattr(hopper_configs.configs(head_dim), kernel)
+    kernel = kernel.removeprefix("long_")
     constants = {
         "D": head_dim,
         "BLOCK_D": padded(head_dim),
@@ -144,7 +146,9 @@ def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_P
         constants["group"] = 1
     if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
-    options = {"num_warps": 4, "maxnreg": hopper_run._START_REGISTERS}
+    if kernel != "forward":
+        constants["GROUPS"] = config.groups
+    options = {"num_warps": 4, "maxnreg": hopper_run.START_REGISTERS[config.groups]}
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options, RESULTS if single_results else ())
 
 
@@ -163,7 +167,7 @@ def hopper_block_usage(kernel, head_dim, block_size, causal, group):
         constants["group"] = 1
     if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
-    options = {"num_warps": 4, "maxnreg": hopper_run._START_REGISTERS}
+    options = {"num_warps": 4, "maxnreg": hopper_run.START_REGISTERS[config.groups]}
     return compiled_usage(GluonASTSource, HOPPER_BLOCKS[kernel], constants, 2, options)
 
 

@@ -8,6 +8,7 @@ import torch
 import oracle
 from dilated_attention_pytorch import Dilated, Hilbert, attention, fused, ops
 from dilated_attention_pytorch.backends import hopper, sdpa
+from dilated_attention_pytorch.backends.hopper import configs
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.measure import peak_extra_bytes
 
@@ -260,6 +261,30 @@ def test_hopper_head_sizes(head_dim, causal):
 
 
 @HOPPER
+@pytest.mark.parametrize("lengths", [None, [1140, 500]])
+@pytest.mark.parametrize("head_dim", [40, 48, 64])
+def test_hopper_items_of_three_groups(head_dim, lengths, monkeypatch):
+    """Tiles of 570 and 380 rows are 3 and 2 items of 192 rows with ragged ends; parts; two query heads to a key."""
+    pattern, n = Dilated([570, 1140], [1, 3]), 1140
+    batch = len(lengths or [n])
+    lengths = None if lengths is None else torch.tensor(lengths, device="cuda")
+    q, dout = torch.randn(2, batch, n, 4, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
+    k, v = torch.randn(2, batch, n, 2, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
+    dlse = torch.randn(batch, 4, n, device="cuda")
+    monkeypatch.setattr(configs, "_is_long", lambda problem, by_keys: True)  # not for so few rows
+    call = lambda *x: attention(*x, pattern, lengths=lengths, backend="hopper", return_lse=True)  # noqa: E731
+    actual = run(call, q, k, v, dout, dlse)
+    for sample, length in enumerate([n] if lengths is None else lengths.tolist()):
+        own = [x[sample : sample + 1, :length] for x in (q, k, v, dout)]
+        own_dlse = dlse[sample : sample + 1, :, :length]
+        exact = run(lambda *x: oracle.attention(*x, pattern), *(x.double().cpu() for x in own), own_dlse.cpu())
+        yardstick = run(oracle.plain(pattern, False), *own, own_dlse)
+        ours = [x[sample : sample + 1, :length] for x in actual]
+        ours[1] = actual[1][sample : sample + 1, :, :length]
+        oracle.assert_rounding_only(ours, yardstick, exact, torch.bfloat16)
+
+
+@HOPPER
 def test_hopper_serves_what_triton_serves():
     """One branch, lengths, a negative scale, constant mixing weights, unaligned rows: against the portable kernels."""
     q, dout = torch.randn(2, 2, 300, 4, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
@@ -340,13 +365,15 @@ def test_hopper_copies_what_lies_at_odd_addresses():
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_same_bits_in_200_runs(backend, head_dim, causal):
+def test_the_same_bits_in_200_runs(backend, head_dim, causal, monkeypatch):
     """Short and long tiles, more blocks than multiprocessors; fresh memory holds NaN (conftest)."""
+    # Three groups of warps, where Hopper has them: so few rows would be computed by two.
+    monkeypatch.setattr(configs, "_is_long", lambda problem, by_keys: not problem.is_causal)
     if backend not in over_tables(torch.bfloat16, head_dim):
         pytest.skip("the kernels are for Hopper GPUs")
-    pattern = Dilated([256, 1024, 6144], [1, 2, 6])
+    pattern = Dilated([384, 1536, 6912], [1, 2, 6])
     q, k, v, dout = torch.randn(4, 1, 12288, 6, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
     dlse = torch.randn(1, 6, 12288, device="cuda")
     call = lambda *x: attention(*x, pattern, is_causal=causal, backend=backend, return_lse=True)  # noqa: E731

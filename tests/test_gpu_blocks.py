@@ -8,7 +8,7 @@ from torch.nn.attention import flex_attention
 
 import block_oracle
 import oracle
-from block_cases import with_grads
+from block_cases import plain, positions_met, with_grads
 from dilated_attention_pytorch import BlockSparse, SparsePatternConfig, attention
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.blocks import call as block_call
@@ -30,30 +30,6 @@ def random_table(*shape):
     table[..., -2, :] = False
     table[..., :, 0] = False
     return table
-
-
-def positions_met(table, size, n, m, causal):
-    """Boolean (..., n, m), of a table (..., query blocks, key blocks)."""
-    i, j = torch.arange(m - n, m), torch.arange(m)
-    met = table[..., i // size - (m - n) // size, :][..., j // size]
-    return met & (j <= i[:, None]) if causal else met
-
-
-def plain(met, factors=None):
-    """Eager dense attention in the type of its inputs, masked: the yardstick of rounding. Weights times factors."""
-
-    def call(q, k, v):
-        group = q.shape[2] // k.shape[2]
-        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-        hidden, empty = ~met.to(q.device), ~met.any(-1).to(q.device)
-        s = torch.einsum("bnhd,bmhd->bhnm", q, k) * q.shape[-1] ** -0.5
-        s = s.masked_fill(hidden & ~empty[..., None], -torch.inf)
-        p = s.softmax(-1).masked_fill(empty[..., None], 0.0)
-        p = p if factors is None else p * factors.to(p)
-        lse = s.float().logsumexp(-1) if s.dtype != torch.float64 else s.logsumexp(-1)
-        return torch.einsum("bhnm,bmhd->bnhd", p, v), lse.masked_fill(empty, -torch.inf)
-
-    return call
 
 
 def kept_factors(p, seed, batch, heads, n, m):

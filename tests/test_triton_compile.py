@@ -122,6 +122,15 @@ def test_hopper_kernels(kernel, head_dim):
         assert used["memory_order"].count("W") == (2 * passes(kernel) if case[3] > 0 else 0)
 
 
+@pytest.mark.parametrize("kernel", ["dq", "dkv"])
+def test_hopper_kernels_of_three_groups(kernel):
+    cases = [[48, True, 1, 8], [48, False, 2, 0]] + ([[64, True, 1, 8]] if kernel == "dq" else [])
+    for case, used in zip(cases, compiled_together([[f"hopper long_{kernel}", *case] for case in cases]), strict=True):
+        check_hopper(kernel, used, groups=3)
+        assert {x["products"] for x in used["loops"]} == {PRODUCTS[kernel][case[0]]}
+        assert used["memory_order"].count("W") == (3 if case[3] > 0 else 0)
+
+
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_hopper_kernels_over_block_lists(kernel):
     cases = [48, 128, True, 1], [64, 128, True, 1], [128, 256, False, 2]
@@ -134,7 +143,7 @@ def passes(kernel):
     return 2 if kernel == "forward" else 1
 
 
-def check_hopper(kernel, used, single_results=False):
+def check_hopper(kernel, used, single_results=False, groups=2):
     # Two places of 128 bytes for each descriptor: compilers like to merge them.
     assert used["scratch_bytes"] == {"forward": 12, "dq": 8, "dkv": 8}[kernel] * 128
     assert used["tensor_cores"]
@@ -147,7 +156,7 @@ def check_hopper(kernel, used, single_results=False):
     # Rows go 16 bytes at a time; what does not is lse, two rows of each thread.
     if not single_results:
         assert used["narrow_stores"] == (8 if kernel == "forward" else 0)
-    assert len(used["loops"]) == 2 * passes(kernel)  # one for each group of warps
+    assert len(used["loops"]) == groups * passes(kernel)
     if kernel == "forward":
         # The first pass looks for no maximum.
         first, second = used["loops"][:2]

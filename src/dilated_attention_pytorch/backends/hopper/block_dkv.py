@@ -17,9 +17,12 @@ from dilated_attention_pytorch.backends.hopper.block_pieces import (
     find_block_item,
     find_list,
     known_list,
+    leave_end,
     leave_item,
     leave_list,
     listed_row,
+    take_item,
+    wait_for_item,
 )
 from dilated_attention_pytorch.backends.hopper.dkv import dkv_of_head, load_kv
 from dilated_attention_pytorch.backends.hopper.pieces import (
@@ -44,7 +47,7 @@ def _load_unit(
 ):  # fmt: skip
     """Ask for an item's keys and values, if this is its first unit, then for listed rows of q and dout, with statistics."""
     if member == 0:
-        load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D)
+        load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D, 2)
     _, _, q_smem, dout_smem, lse_smem, delta_smem = smem
     _, _, q_full, dout_full, row_full, empty, _, _, _ = bars
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -79,7 +82,8 @@ def _produce_dkv(
     counter = 0
     number = 0
     unit = 0  # a query head of an item
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    item = take_item(tables[4], items)
+    while item >= 0:
         row, key_head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
         mbarrier.wait(facts_empty.index(number & 1), (number >> 1 & 1) ^ 1)
         # Items by their own parity, lists by the unit's: different facts, said to be there at once.
@@ -112,6 +116,8 @@ def _produce_dkv(
                 )  # fmt: skip
             unit += 1
         number += 1
+        item = take_item(tables[4], items)
+    leave_end(facts, unit, facts_full, done)
 
 
 @gluon.jit
@@ -132,7 +138,7 @@ def _masked_blocks(
 
 @gluon.jit
 def _compute_dkv(
-    half: gl.constexpr, results, items, group, G, scale_log2, scale, smem, facts, bars, CAUSAL: gl.constexpr,
+    which: gl.constexpr, results, group, G, scale_log2, scale, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     OVERLAP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
@@ -146,20 +152,20 @@ def _compute_dkv(
     none = gl.full([64, BLOCK_M], 0.0, gl.float32, S)
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
-    own = half * 64 + numbers  # in an item
+    own = which * 64 + numbers  # in an item
     counter = 0
     number = 0
     unit = 0
-    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+    # With the list of its first unit the item's facts are there as well.
+    more = wait_for_item(facts, unit, facts_full)
+    while more:
         slot = number & 1
-        # With the list of its first unit the item's facts are there as well.
-        mbarrier.wait(facts_full.index(unit & 1), unit >> 1 & 1)
         first = known(facts, slot, FIRST).to(gl.int32)
         length = known(facts, slot, LENGTH).to(gl.int32)
-        columns = first + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
-        mbarrier.wait(rows_full.index(half), number & 1)
-        k = hold(k_smem.index(half), S, D, HELD >= 1)
-        v = hold(v_smem.index(half), S, D, HELD >= 2)
+        columns = first + which * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
+        mbarrier.wait(rows_full.index(which), number & 1)
+        k = hold(k_smem.index(which), S, D, HELD >= 1)
+        v = hold(v_smem.index(which), S, D, HELD >= 2)
         dk = no_sums(D, BLOCK_D)
         dv = no_sums(D, BLOCK_D)
         for _member in range(group):
@@ -177,19 +183,20 @@ def _compute_dkv(
                 )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
-        mbarrier.arrive(rows_empty.index(half), count=1)
+        mbarrier.arrive(rows_empty.index(which), count=1)
         number += 1
 
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
-        start = (known(facts, slot, PLACE) + half * 64 * G) * D
+        start = (known(facts, slot, PLACE) + which * 64 * G) * D
         store_rows(DK, whole_rows(dk, D, BLOCK_D) * scale, start, G * D, numbers, inside, D, BLOCK_D)
         store_rows(DV, whole_rows(dv, D, BLOCK_D), start, G * D, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(facts_empty.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
+        more = wait_for_item(facts, unit, facts_full)
 
 
 @gluon.jit(do_not_specialize=["rows", "items", "N", "M", "H", "G"])
 def block_dkv_kernel(
-    Q, K, V, DOUT, LSE, DELTA, DK, DV, TABLE, COUNTS, STARTS, INDICES, rows, items,
+    Q, K, V, DOUT, LSE, DELTA, DK, DV, TABLE, COUNTS, STARTS, INDICES, TAKEN, rows, items,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     dout_stride_b, dout_stride_n, dout_stride_h,
     N, M, H, G, group, scale_log2, scale,
@@ -230,9 +237,9 @@ def block_dkv_kernel(
     )
     results = DK, DV
     statistics = LSE, DELTA
-    tables = TABLE, COUNTS, STARTS, INDICES
+    tables = TABLE, COUNTS, STARTS, INDICES, TAKEN
     gl.warp_specialize([
-        (_compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
-        (_compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
+        (_compute_dkv, (gl.constexpr(0), results, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
+        (_compute_dkv, (gl.constexpr(1), results, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
         (_produce_dkv, ((Q, K, V, DOUT), statistics, tables, rows, items, group, (N, H, M, G), strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE)),
     ], [4, 1], [232, 40])  # fmt: skip

@@ -17,12 +17,15 @@ from dilated_attention_pytorch.backends.hopper.block_pieces import (
     find_block_item,
     find_list,
     known_list,
+    leave_end,
     leave_item,
     leave_list,
     listed_keys,
     listed_row,
     load_listed_keys,
     seen_listed,
+    take_item,
+    wait_for_item,
 )
 from dilated_attention_pytorch.backends.hopper.dq import dq_of_item
 from dilated_attention_pytorch.backends.hopper.pieces import (
@@ -52,10 +55,10 @@ def _load_dq_item(
     v_desc = row_descriptor(at[2], length, steps[2], D, BLOCK_N, BLOCK_D)
     dout_desc = row_descriptor(at[3], length, steps[3], D, 64, BLOCK_D)
     k_row = listed_row(LIST, 0, count, BLOCK_SIZE)
-    for half in gl.static_range(2):
-        mbarrier.wait(rows_empty.index(half), number & 1 ^ 1)
-        load_rows(q_desc, first + half * 64, rows_full, q_smem, half)
-        load_rows(dout_desc, first + half * 64, rows_full, dout_smem, half)
+    for which in gl.static_range(2):
+        mbarrier.wait(rows_empty.index(which), number & 1 ^ 1)
+        load_rows(q_desc, first + which * 64, rows_full, q_smem, which)
+        load_rows(dout_desc, first + which * 64, rows_full, dout_smem, which)
     return load_listed_keys(
         k_desc, v_desc, LIST, count, k_row, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES, BLOCK_SIZE
     )
@@ -72,7 +75,8 @@ def _produce_dq(
     facts_full, done = bars[6], bars[7]
     counter = 0
     number = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    item = take_item(tables[4], items)
+    while item >= 0:
         row, head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
         count, LIST, first_entry, last = find_list(tables, row, head, first, length)
         blocks, _ = listed_keys(count, last, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
@@ -100,11 +104,13 @@ def _produce_dq(
                 D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
             )  # fmt: skip
         number += 1
+        item = take_item(tables[4], items)
+    leave_end(facts, number, facts_full, done)
 
 
 @gluon.jit
 def _compute_dq(
-    half: gl.constexpr, DQ, statistics, items, H, scale_log2, scale, smem, facts, bars, CAUSAL: gl.constexpr,
+    which: gl.constexpr, DQ, statistics, H, scale_log2, scale, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
@@ -116,13 +122,13 @@ def _compute_dq(
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
-    own = half * 64 + numbers  # in an item
-    own_s = half * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
+    own = which * 64 + numbers  # in an item
+    own_s = which * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
     counter = 0
     number = 0
-    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+    more = wait_for_item(facts, number, facts_full)
+    while more:
         slot = number & 1
-        mbarrier.wait(facts_full.index(slot), number >> 1 & 1)
         first = known(facts, slot, FIRST).to(gl.int32)
         length = known(facts, slot, LENGTH).to(gl.int32)
         count, _, last_entry = known_list(facts, slot)
@@ -133,12 +139,12 @@ def _compute_dq(
         lse2 = gl.load(LSE + place, mask=q_rows < length, other=float("inf")) * LOG2_E
         delta = gl.load(DELTA + place, mask=q_rows < length, other=0.0)
         seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
-        mbarrier.wait(rows_full.index(half), number & 1)
-        q = hold(q_smem.index(half), S, D, HELD >= 1)
-        dout = hold(dout_smem.index(half), S, D, HELD >= 2)
+        mbarrier.wait(rows_full.index(which), number & 1)
+        q = hold(q_smem.index(which), S, D, HELD >= 1)
+        dout = hold(dout_smem.index(which), S, D, HELD >= 2)
 
         dq, ds, stage, counter = dq_of_item(
-            half, q, dout, no_sums(D, BLOCK_D), lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
+            which, q, dout, no_sums(D, BLOCK_D), lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
             (k_smem, v_smem), bars[1:6], D, BLOCK_D, BLOCK_N, STAGES, HELD,
         )  # fmt: skip
         dq_sum = whole_rows(wait_sums(dq, ds, D, BLOCK_D), D, BLOCK_D)
@@ -147,15 +153,16 @@ def _compute_dq(
             dq_sum = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
 
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
-        start = (known(facts, slot, PLACE) + half * 64 * H) * D
+        start = (known(facts, slot, PLACE) + which * 64 * H) * D
         store_rows(DQ, dq_sum * scale, start, H * D, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
         number += 1
+        more = wait_for_item(facts, number, facts_full)
 
 
 @gluon.jit(do_not_specialize=["rows", "items", "N", "H"])
 def block_dq_kernel(
-    Q, K, V, DOUT, LSE, DELTA, DQ, TABLE, COUNTS, STARTS, INDICES, rows, items,
+    Q, K, V, DOUT, LSE, DELTA, DQ, TABLE, COUNTS, STARTS, INDICES, TAKEN, rows, items,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     dout_stride_b, dout_stride_n, dout_stride_h,
     N, H, group, scale_log2, scale,
@@ -190,10 +197,10 @@ def block_dq_kernel(
         (dout_stride_b, dout_stride_n, dout_stride_h),
     )
     statistics = LSE, DELTA
-    tables = TABLE, COUNTS, STARTS, INDICES
+    tables = TABLE, COUNTS, STARTS, INDICES, TAKEN
     sizes = N, H
     gl.warp_specialize([
-        (_compute_dq, (gl.constexpr(0), DQ, statistics, items, H, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
-        (_compute_dq, (gl.constexpr(1), DQ, statistics, items, H, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
+        (_compute_dq, (gl.constexpr(0), DQ, statistics, H, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
+        (_compute_dq, (gl.constexpr(1), DQ, statistics, H, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
         (_produce_dq, ((Q, K, V, DOUT), tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE)),
     ], [4, 1], [232, 40])  # fmt: skip

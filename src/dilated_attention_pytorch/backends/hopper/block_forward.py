@@ -17,12 +17,15 @@ from dilated_attention_pytorch.backends.hopper.block_pieces import (
     find_block_item,
     find_list,
     known_list,
+    leave_end,
     leave_item,
     leave_list,
     listed_keys,
     listed_row,
     load_listed_keys,
     seen_listed,
+    take_item,
+    wait_for_item,
 )
 from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
@@ -71,15 +74,30 @@ def _load_item(
 
 
 @gluon.jit
+def _next_item(TAKEN, last, items, AGAIN: gl.constexpr):
+    """An item for this program, or -1: one that it takes now, after ``last``, or (``AGAIN``) the one it took before that."""
+    if AGAIN:
+        return gl.atomic_add(TAKEN + 1 + last, 0, sem="relaxed")
+    else:
+        item = take_item(TAKEN, items)
+        gl.atomic_xchg(TAKEN + 1 + gl.maximum(item, 0), last, mask=item >= 0, sem="relaxed")
+        return item
+
+
+@gluon.jit
 def _produce_pass(
-    number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL: gl.constexpr,
+    item, number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    AGAIN: gl.constexpr,
 ):  # fmt: skip
+    """Load items from ``item`` on. Returns the last one, and items and blocks of keys so far."""
     Q, K, V = tensors
     N, H = sizes
     q_strides, k_strides, v_strides = strides
     facts_full, done = bars[6], bars[7]
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    # Not item: a value that is the same as another before a loop and in its first round is not carried from round to round.
+    last_item = item * 0 - 1
+    while item >= 0:
         row, head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
         count, LIST, first_entry, last = find_list(tables, row, head, first, length)
         blocks, _ = listed_keys(count, last, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
@@ -90,8 +108,9 @@ def _produce_pass(
             address(V, v_strides, sample, starts[1], key_head),
         )
         steps = q_strides[1], k_strides[1], v_strides[1]
-        parity = number & 1
-        mbarrier.wait(done.index(parity), (number >> 1 & 1) ^ 1)
+        told = number + AGAIN  # the end of the first pass was told as well
+        parity = told & 1
+        mbarrier.wait(done.index(parity), (told >> 1 & 1) ^ 1)
         leave_item(facts, parity, first, length, sample, starts[0], head, N, H)
         leave_list(facts, parity, count, first_entry, last)
         mbarrier.arrive(facts_full.index(parity), count=1)
@@ -106,7 +125,10 @@ def _produce_pass(
                 D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
             )  # fmt: skip
         number += 1
-    return number, counter
+        last_item = item
+        item = _next_item(tables[4], last_item, items, AGAIN)
+    leave_end(facts, number + AGAIN, facts_full, done)
+    return last_item, number, counter
 
 
 @gluon.jit
@@ -115,23 +137,25 @@ def _produce(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     ONLINE: gl.constexpr,
 ):  # fmt: skip
-    # Items and blocks of keys so far.
-    number, counter = _produce_pass(
-        items * 0, items * 0, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL,
-        D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
+    none = items * 0
+    first = _next_item(tables[4], none - 1, items, False)
+    last, number, counter = _produce_pass(
+        first, none, none, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL,
+        D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, False,
     )  # fmt: skip
     if not ONLINE:
+        first = again(last + 1, flags, 1) - 1  # -1 if nothing overflowed
         _produce_pass(
-            number, counter, tensors, tables, rows, again(items, flags, 1), group, sizes, strides, smem, facts, bars, CAUSAL,
-            D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
+            first, number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL,
+            D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, True,
         )  # fmt: skip
 
 
 @gluon.jit
 def _compute_pass(
-    number, counter, which: gl.constexpr, results, items, H, scale_log2, smem, facts, bars, CAUSAL: gl.constexpr,
+    number, counter, which: gl.constexpr, results, H, scale_log2, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, ONLINE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, ONLINE: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
     OUT, LSE = results
     v_empty, facts_full, done = bars[5], bars[6], bars[7]
@@ -142,9 +166,9 @@ def _compute_pass(
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
     own = which * 64 + numbers  # in an item
     overflow = gl.full([64], 0, gl.int32, gl.SliceLayout(1, O))
-    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
-        slot = number & 1
-        mbarrier.wait(facts_full.index(slot), number >> 1 & 1)
+    more = wait_for_item(facts, number + AGAIN, facts_full)
+    while more:
+        slot = number + AGAIN & 1
         first = known(facts, slot, FIRST).to(gl.int32)
         length = known(facts, slot, LENGTH).to(gl.int32)
         count, _, last_entry = known_list(facts, slot)
@@ -163,35 +187,47 @@ def _compute_pass(
         total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
         divisor_o = gl.convert_layout(divisor, gl.SliceLayout(1, O))
         if not ONLINE:
-            overflow = overflows(overflow, acc, total_o)
+            own_overflow = overflows(acc, total_o)
+            overflow |= own_overflow
         m2_o = gl.convert_layout(m2, gl.SliceLayout(1, O))
         something = total_o > 0.0
         # An empty list is served as one block with weights 0, whose values may be anything.
         out = gl.where(something[:, None], acc * (1.0 / divisor_o)[:, None], 0.0)
         lse = gl.where(something, (m2_o + gl.log2(total_o)) * LN_2, float("-inf"))
-        gl.store(LSE + known(facts, slot, STATISTICS_PLACE) + own, lse, mask=inside)
+        lse_at = LSE + known(facts, slot, STATISTICS_PLACE) + own
+        # Rows that overflow are left marked, and only these are stored by the second pass: which other rows it computes
+        # depends on which items the program happened to take.
+        if AGAIN:
+            marked = gl.load(lse_at, mask=inside, other=0.0)
+            inside = inside & (marked != marked)
+        elif not ONLINE:
+            lse = gl.where(own_overflow > 0, float("nan"), lse)
+        gl.store(lse_at, lse, mask=inside)
         place = known(facts, slot, PLACE) + which * 64 * H
         store_rows(OUT, out, place * D, H * D, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
         number += 1
+        more = wait_for_item(facts, number + AGAIN, facts_full)
+    mbarrier.arrive(done.index(number + AGAIN & 1), count=1)
     return number, counter, overflow
 
 
 @gluon.jit
 def _compute(
-    which: gl.constexpr, results, items, H, scale_log2, smem, facts, bars, flags, CAUSAL: gl.constexpr,
+    which: gl.constexpr, results, H, scale_log2, smem, facts, bars, flags, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
+    none = H * 0
     number, counter, overflow = _compute_pass(
-        items * 0, items * 0, which, results, items, H, scale_log2, smem, facts, bars, CAUSAL,
-        D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE,
+        none, none, which, results, H, scale_log2, smem, facts, bars, CAUSAL,
+        D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE, False,
     )  # fmt: skip
     if not ONLINE:
         raise_flag(flags, which, overflow)
         _compute_pass(
-            number, counter, which, results, again(items, flags, 4), H, scale_log2, smem, facts, bars, CAUSAL,
-            D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, True,
+            number, counter, which, results, H, scale_log2, smem, facts, bars, CAUSAL,
+            D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, True, True,
         )  # fmt: skip
 
 
@@ -200,7 +236,9 @@ def block_forward_kernel(
     Q, K, V,
     OUT,  # (B, N, H, D)
     LSE,  # (B, H, N) float32, natural logarithm
-    TABLE, COUNTS, STARTS, INDICES, rows, items,
+    TABLE, COUNTS, STARTS, INDICES,
+    TAKEN,  # (1 + items,) int32, zeros: how many items are taken; for each, the one its program took before it, or -1
+    rows, items,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     N, H, group, scale_log2,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -233,11 +271,11 @@ def block_forward_kernel(
         (k_stride_b, k_stride_n, k_stride_h),
         (v_stride_b, v_stride_n, v_stride_h),
     )
-    tables = TABLE, COUNTS, STARTS, INDICES
+    tables = TABLE, COUNTS, STARTS, INDICES, TAKEN
     results = OUT, LSE
     sizes = N, H
     gl.warp_specialize([
-        (_compute, (gl.constexpr(0), results, items, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE)),
-        (_compute, (gl.constexpr(1), results, items, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE)),
+        (_compute, (gl.constexpr(0), results, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE)),
+        (_compute, (gl.constexpr(1), results, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE)),
         (_produce, ((Q, K, V), tables, rows, items, group, sizes, strides, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, ONLINE)),
     ], [4, 1], [232, 40])  # fmt: skip

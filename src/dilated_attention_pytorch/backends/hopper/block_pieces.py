@@ -5,6 +5,10 @@ with blocks of 128 and the list 3, 7, listed row 130 is row 7 * 128 + 2 of the s
 the last entry may need a mask. An empty list of keys is served as one block of which nothing is seen.
 
 Only the producer reads the tables. What the groups have to know of an item it leaves in shared memory, as in pieces.py.
+
+Lists differ in length, so programs take items as they come to them, by a counter in memory, where the dilated kernels share
+them out beforehand. Tables begin with long lists, so all programs end at about the same time. Which program computes an
+item makes no difference to its result.
 """
 
 from __future__ import annotations
@@ -13,12 +17,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dilated_attention_pytorch.backends.hopper.pieces import ROWS, known, leave, load_rows
+from dilated_attention_pytorch.backends.hopper.pieces import GROUP_ROWS, known, leave, load_rows
 
+ROWS = gl.constexpr(2 * GROUP_ROWS.value)  # of an item
 COLUMNS = gl.constexpr(8)  # of a table of blocks, see block_tables.COLUMNS
 # What the producer leaves of an item; not every kernel reads all of it. The places are those of its first row among the
 # (B, rows, heads) of a tensor, and among the (B, heads, rows) of statistics.
 FIRST, LENGTH, PLACE, STATISTICS_PLACE, COUNT, FIRST_ENTRY, LAST_ENTRY = map(gl.constexpr, range(7))
+
+
+@gluon.jit
+def take_item(TAKEN, items):
+    """The next item that no program has taken, or -1."""
+    item = gl.atomic_add(TAKEN, 1, sem="relaxed")
+    return gl.where(item < items, item, -1)
 
 
 @gluon.jit
@@ -39,7 +51,7 @@ def find_block_item(TABLE, rows, item, BLOCK_SIZE: gl.constexpr):
 @gluon.jit
 def find_list(tables, row, head, first, length):
     """The entries of a head's list: how many (none for rows behind the sequence), where, the first and the last."""
-    _, COUNTS, STARTS, INDICES = tables
+    COUNTS, STARTS, INDICES = tables[1:4]
     number = gl.load(row + 6) + head.to(gl.int64) * gl.load(row + 7)
     LIST = INDICES + gl.load(STARTS + number)
     count = gl.where(first < length, gl.load(COUNTS + number), 0)
@@ -64,6 +76,23 @@ def leave_list(facts, slot, count, first_entry, last_entry):
     leave(facts, slot, COUNT, count)
     leave(facts, slot, FIRST_ENTRY, first_entry)
     leave(facts, slot, LAST_ENTRY, last_entry)
+
+
+@gluon.jit
+def leave_end(facts, number, full, empty):
+    """Say that no item follows."""
+    slot = number & 1
+    mbarrier.wait(empty.index(slot), (number >> 1 & 1) ^ 1)
+    leave(facts, slot, COUNT, -1)
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def wait_for_item(facts, number, full):
+    """Wait for what is known of the next item, for the groups; whether there is one."""
+    slot = number & 1
+    mbarrier.wait(full.index(slot), number >> 1 & 1)
+    return known(facts, slot, COUNT) >= 0
 
 
 @gluon.jit

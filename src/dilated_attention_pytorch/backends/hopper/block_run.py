@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.hopper.block_dkv import block_dkv_kernel
 from dilated_attention_pytorch.backends.hopper.block_dq import block_dq_kernel
 from dilated_attention_pytorch.backends.hopper.block_forward import block_forward_kernel
-from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, Config, configs
+from dilated_attention_pytorch.backends.hopper.configs import Config, configs
 from dilated_attention_pytorch.backends.hopper.run import aligned, constants, launch_persistent, scaled_query
 from dilated_attention_pytorch.backends.triton.block_run import forward_buffers, result_buffer
 from dilated_attention_pytorch.backends.triton.block_tables import BlockTable
@@ -19,6 +20,7 @@ from dilated_attention_pytorch.backends.triton.run import LOG2_E, row_delta, row
 
 def _launch(
     kernel: Any,
+    config: Config,
     table: BlockTable,
     heads: int,
     tensors: tuple[Tensor, ...],
@@ -28,10 +30,14 @@ def _launch(
     **mode: Any,
 ) -> None:
     """One launch over all blocks of 128 rows of all heads; ``read`` are the inputs of rows (B, N, H, D)."""
+    assert config.groups == 2, "blocks are of 128 or 256 rows: items of 192 do not fit"
     rows = table.rows.shape[0]
-    items = rows * (block_size // ITEM_ROWS) * heads
+    items = rows * (block_size // config.item_rows) * heads
     numbers = (rows, items, *row_strides(x.stride() for x in read), *numbers)
-    launch_persistent(kernel, items, (*tensors, *table.tensors), numbers, {"BLOCK_SIZE": block_size, **mode})
+    # A counter; in the forward also what each program has taken.
+    taken = torch.zeros(1 + items, dtype=torch.int32, device=table.rows.device)
+    fixed = {"BLOCK_SIZE": block_size, **mode, **constants(config, read[0].shape[-1])}
+    launch_persistent(kernel, items, (*tensors, *table.tensors, taken), numbers, fixed)
 
 
 def forward(
@@ -51,8 +57,8 @@ def forward(
     (n, heads), group = query.shape[1:3], query.shape[2] // key.shape[2]
     out, lse = forward_buffers(table, query)
     _launch(
-        block_forward_kernel, table, heads, (*read, out, lse), read, (n, heads, group, scale * LOG2_E), block_size,
-        BLOCK_N=chosen.block, CAUSAL=is_causal, **constants(chosen, query.shape[-1]),
+        block_forward_kernel, chosen, table, heads, (*read, out, lse), read, (n, heads, group, scale * LOG2_E), block_size,
+        BLOCK_N=chosen.block, CAUSAL=is_causal,
     )  # fmt: skip
     return out, lse
 
@@ -73,8 +79,8 @@ def dq(
     result = result_buffer(query, table)
     numbers = (n, heads, heads // key.shape[2], scale * LOG2_E, scale)
     _launch(
-        block_dq_kernel, table, heads, (*read, *statistics, result), read, numbers, block_size,
-        BLOCK_N=chosen.block, CAUSAL=is_causal, **constants(chosen, query.shape[-1]),
+        block_dq_kernel, chosen, table, heads, (*read, *statistics, result), read, numbers, block_size,
+        BLOCK_N=chosen.block, CAUSAL=is_causal,
     )  # fmt: skip
     return result
 
@@ -95,8 +101,8 @@ def dkv(
     dk, dv = result_buffer(key, table), result_buffer(value, table)
     numbers = (n, m, heads, key_heads, heads // key_heads, scale * LOG2_E, scale)
     _launch(
-        block_dkv_kernel, table, key_heads, (*read, *statistics, dk, dv), read, numbers, block_size,
-        BLOCK_M=chosen.block, OVERLAP=chosen.overlap, CAUSAL=is_causal, **constants(chosen, query.shape[-1]),
+        block_dkv_kernel, chosen, table, key_heads, (*read, *statistics, dk, dv), read, numbers, block_size,
+        BLOCK_M=chosen.block, OVERLAP=chosen.overlap, CAUSAL=is_causal,
     )  # fmt: skip
     return dk, dv
 

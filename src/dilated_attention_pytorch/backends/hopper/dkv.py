@@ -13,10 +13,10 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     CAUSAL,
     CHILDREN,
     FIRST,
+    GROUP_ROWS,
     K_ROWS,
     PLACE,
     Q_ROWS,
-    ROWS,
     STRIDE,
     address,
     allocate_barriers,
@@ -55,25 +55,27 @@ from dilated_attention_pytorch.backends.triton.primitives import LAST, LOG2_E
 
 
 @gluon.jit
-def load_kv(at, steps, first, k_rows, number, smem, bars, D: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Ask for the keys and values of both groups of an item."""
+def load_kv(
+    at, steps, first, k_rows, number, smem, bars, D: gl.constexpr, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr
+):  # fmt: skip
+    """Ask for the keys and values of all groups of an item."""
     k_desc = row_descriptor(at[0], k_rows, steps[0], D, 64, BLOCK_D)
     v_desc = row_descriptor(at[1], k_rows, steps[1], D, 64, BLOCK_D)
-    for half in gl.static_range(2):
-        mbarrier.wait(bars[1].index(half), number & 1 ^ 1)
-        load_rows(k_desc, first + half * 64, bars[0], smem[0], half)
-        load_rows(v_desc, first + half * 64, bars[0], smem[1], half)
+    for which in gl.static_range(GROUPS):
+        mbarrier.wait(bars[1].index(which), number & 1 ^ 1)
+        load_rows(k_desc, first + which * 64, bars[0], smem[0], which)
+        load_rows(v_desc, first + which * 64, bars[0], smem[1], which)
 
 
 @gluon.jit
 def _load_unit(
     member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, statistics, steps, stride, q_rows, begin_block, blocks,
     counter, smem, bars,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Ask for an item's keys and values, if this is its first unit, then for rows of q and dout, and their statistics."""
     if member == 0:
-        load_kv(kv_at, kv_steps, first, k_rows, number, smem, bars, D, BLOCK_D)
+        load_kv(kv_at, kv_steps, first, k_rows, number, smem, bars, D, BLOCK_D, GROUPS)
     _, _, q_smem, dout_smem, lse_smem, delta_smem = smem
     _, _, q_full, dout_full, row_full, empty, _, _, _ = bars
     q_desc = row_descriptor(q_at, q_rows, steps[0], D, BLOCK_M, BLOCK_D)
@@ -93,11 +95,11 @@ def _load_unit(
 
 
 @gluon.jit
-def query_blocks(first, q_rows, causal, BLOCK_M: gl.constexpr):
-    """Which blocks of query rows see the keys from ``first`` on: from, to; the first that needs no causal mask, and the end
+def query_blocks(first, q_rows, causal, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr):
+    """Which blocks of query rows see the keys of an item from ``first`` on: from, to; the first that needs no causal mask, and the end
     of the whole ones."""
     begin = gl.where(causal, first // BLOCK_M, 0)
-    clear = gl.where(causal, (first + ROWS + BLOCK_M - 1) // BLOCK_M, 0)
+    clear = gl.where(causal, (first + GROUPS * GROUP_ROWS + BLOCK_M - 1) // BLOCK_M, 0)
     return begin, (q_rows + BLOCK_M - 1) // BLOCK_M, clear, q_rows // BLOCK_M
 
 
@@ -105,7 +107,7 @@ def query_blocks(first, q_rows, causal, BLOCK_M: gl.constexpr):
 def _produce_dkv(
     tensors, statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     Q, K, V, DOUT = tensors
     LSE, DELTA = statistics
@@ -117,7 +119,7 @@ def _produce_dkv(
     unit = 0  # a query head of an item
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
-            tables[0], families, item, group, True
+            tables[0], families, item, group, True, GROUPS
         )
         result = result_row(row, own_sample, sample, heads[1], tile, starts[1], first, M, G, FINAL)
         if PARTS > 0:
@@ -133,7 +135,7 @@ def _produce_dkv(
         if PARTS > 0:
             leave_parts(facts, slot, row, starts[1], first, stride, found)
         mbarrier.arrive(facts_full.index(slot), count=1)
-        begin, blocks, _, _ = query_blocks(first, q_rows, causal, BLOCK_M)
+        begin, blocks, _, _ = query_blocks(first, q_rows, causal, BLOCK_M, GROUPS)
         kv_at = (
             address(K, k_strides, sample, starts[1], heads[1]),
             address(V, v_strides, sample, starts[1], heads[1]),
@@ -154,12 +156,12 @@ def _produce_dkv(
             if parity == 0:
                 counter = _load_unit(
                     member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, own_statistics, steps, stride, q_rows,
-                    begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES,
+                    begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, GROUPS,
                 )  # fmt: skip
             else:
                 counter = _load_unit(
                     member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, own_statistics, steps, stride, q_rows,
-                    begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES,
+                    begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, GROUPS,
                 )  # fmt: skip
             unit += 1
         number += 1
@@ -244,9 +246,9 @@ def dkv_of_head(
 
 @gluon.jit
 def _compute_dkv(
-    half: gl.constexpr, results, items, group, G, scale_log2, scale, smem, facts, bars,
+    which: gl.constexpr, results, items, group, G, scale_log2, scale, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    HELD: gl.constexpr, OVERLAP: gl.constexpr, PARTS: gl.constexpr,
+    HELD: gl.constexpr, OVERLAP: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     PART_DK, PART_DV, DK, DV = results
     k_smem, v_smem = smem[:2]
@@ -257,7 +259,7 @@ def _compute_dkv(
     none = gl.full([64, BLOCK_M], 0.0, gl.float32, S)
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
-    own = half * 64 + numbers  # in an item
+    own = which * 64 + numbers  # in an item
     counter = 0
     number = 0
     unit = 0
@@ -267,11 +269,11 @@ def _compute_dkv(
         first = known(facts, slot, FIRST).to(gl.int32)
         q_rows = known(facts, slot, Q_ROWS).to(gl.int32)
         causal = known(facts, slot, CAUSAL) != 0
-        from_block, blocks, clear, whole = query_blocks(first, q_rows, causal, BLOCK_M)
-        columns = first + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
-        mbarrier.wait(rows_full.index(half), number & 1)
-        k = hold(k_smem.index(half), S, D, HELD >= 1)
-        v = hold(v_smem.index(half), S, D, HELD >= 2)
+        from_block, blocks, clear, whole = query_blocks(first, q_rows, causal, BLOCK_M, GROUPS)
+        columns = first + which * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
+        mbarrier.wait(rows_full.index(which), number & 1)
+        k = hold(k_smem.index(which), S, D, HELD >= 1)
+        v = hold(v_smem.index(which), S, D, HELD >= 2)
         dk = no_sums(D, BLOCK_D)
         dv = no_sums(D, BLOCK_D)
         for _member in range(group):
@@ -281,7 +283,7 @@ def _compute_dkv(
             )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
-        mbarrier.arrive(rows_empty.index(half), count=1)
+        mbarrier.arrive(rows_empty.index(which), count=1)
         number += 1
 
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, K_ROWS).to(gl.int32)
@@ -296,12 +298,12 @@ def _compute_dkv(
                 dv += load_part(PART_DV, places, there, D, BLOCK_D)
         place = known(facts, slot, PLACE)
         if FINAL:
-            start = (place + half * 64 * G) * D
+            start = (place + which * 64 * G) * D
             store_rows(DK, dk, start, G * D, numbers, inside, D, BLOCK_D)
             store_rows(DV, dv, start, G * D, numbers, inside, D, BLOCK_D)
         else:
-            store_part(PART_DK, dk, place + half * 64, numbers, inside, D, BLOCK_D)
-            store_part(PART_DV, dv, place + half * 64, numbers, inside, D, BLOCK_D)
+            store_part(PART_DK, dk, place + which * 64, numbers, inside, D, BLOCK_D)
+            store_part(PART_DV, dv, place + which * 64, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(facts_empty.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
 
 
@@ -317,27 +319,28 @@ def dkv_kernel(
     HELD: gl.constexpr,  # how many of k and v stay in registers
     OVERLAP: gl.constexpr,  # compute scores while the block before is still being added up
     PARTS: gl.constexpr,  # at most so many parts are added to each result, a power of 2; or none
+    GROUPS: gl.constexpr,  # of four warps: 64 keys each
 ):  # fmt: skip
     """dk and dv of the items of a table, summed over the query rows that see them and the query heads of their group."""
     dtype: gl.constexpr = Q.dtype.element_ty
     smem = (
-        allocate_rows(dtype, 2, 64, BLOCK_D),
-        allocate_rows(dtype, 2, 64, BLOCK_D),
+        allocate_rows(dtype, GROUPS, 64, BLOCK_D),
+        allocate_rows(dtype, GROUPS, 64, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_M, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_M, BLOCK_D),
         allocate_numbers(STAGES, BLOCK_M),
         allocate_numbers(STAGES, BLOCK_M),
     )
     bars = (
-        allocate_barriers(2, 2),
-        allocate_barriers(2, 1),
+        allocate_barriers(GROUPS, 2),
+        allocate_barriers(GROUPS, 1),
         allocate_barriers(STAGES, 1),
         allocate_barriers(STAGES, 1),
         allocate_barriers(STAGES, 32),
-        allocate_barriers(STAGES, 2),
-        allocate_barriers(2, 2),
+        allocate_barriers(STAGES, GROUPS),
+        allocate_barriers(2, GROUPS),
         allocate_barriers(2, 1),
-        allocate_barriers(2, 2),
+        allocate_barriers(2, GROUPS),
     )
     facts = allocate_facts(PARTS)
     fence_async_shared()
@@ -349,8 +352,16 @@ def dkv_kernel(
     statistics = LSE, DELTA
     tables = TABLE, LAYOUT, OFFSETS
     sizes = N, M, H, G, parts
-    gl.warp_specialize([
-        (_compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS)),
-        (_compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS)),
-        (_produce_dkv, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS)),
-    ], [4, 1], [232, 40])  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (_compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS)),
+            (_compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS)),
+            (_produce_dkv, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS)),
+        ], [4, 1], [232, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS)),
+            (_compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS)),
+            (_compute_dkv, (gl.constexpr(2), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS)),
+            (_produce_dkv, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS)),
+        ], [4, 4, 1], [160, 160, 32])  # fmt: skip

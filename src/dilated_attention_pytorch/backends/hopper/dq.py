@@ -64,7 +64,7 @@ from dilated_attention_pytorch.backends.triton.primitives import LOG2_E
 @gluon.jit
 def _load_dq_item(
     at, steps, statistics, stride, first, q_rows, k_rows, blocks, number, counter, smem, bars,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem = smem
     rows_full, rows_empty = bars[:2]
@@ -72,19 +72,19 @@ def _load_dq_item(
     k_desc = row_descriptor(at[1], k_rows, steps[1], D, BLOCK_N, BLOCK_D)
     v_desc = row_descriptor(at[2], k_rows, steps[2], D, BLOCK_N, BLOCK_D)
     dout_desc = row_descriptor(at[3], q_rows, steps[3], D, 64, BLOCK_D)
-    for half in gl.static_range(2):
-        mbarrier.wait(rows_empty.index(half), number & 1 ^ 1)
-        load_rows(q_desc, first + half * 64, rows_full, q_smem, half)
-        load_rows(dout_desc, first + half * 64, rows_full, dout_smem, half)
+    for which in gl.static_range(GROUPS):
+        mbarrier.wait(rows_empty.index(which), number & 1 ^ 1)
+        load_rows(q_desc, first + which * 64, rows_full, q_smem, which)
+        load_rows(dout_desc, first + which * 64, rows_full, dout_smem, which)
         # Rows behind the tile's end are not stored; any statistics do.
         copy_statistics(
             statistics,
-            first + half * 64,
+            first + which * 64,
             q_rows,
             stride,
-            lse_smem.index(half),
-            delta_smem.index(half),
-            rows_full.index(half),
+            lse_smem.index(which),
+            delta_smem.index(which),
+            rows_full.index(which),
             64,
         )
     return load_keys(k_desc, v_desc, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES)
@@ -94,7 +94,7 @@ def _load_dq_item(
 def _produce_dq(
     tensors, statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     Q, K, V, DOUT = tensors
     LSE, DELTA = statistics
@@ -105,7 +105,7 @@ def _produce_dq(
     number = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
-            tables[0], families, item, group, False
+            tables[0], families, item, group, False, GROUPS
         )
         place = result_row(row, own_sample, sample, heads[0], tile, starts[0], first, N, H, FINAL)
         if PARTS > 0:
@@ -121,7 +121,7 @@ def _produce_dq(
         if PARTS > 0:
             leave_parts(facts, parity, row, starts[0], first, stride, found)
         mbarrier.arrive(facts_full.index(parity), count=1)
-        blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N)
+        blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N, GROUPS)
         at = (
             address(Q, q_strides, sample, starts[0], heads[0]),
             address(K, k_strides, sample, starts[1], heads[1]),
@@ -135,12 +135,12 @@ def _produce_dq(
         if parity == 0:
             counter = _load_dq_item(
                 at, steps, own_statistics, stride, first, q_rows, k_rows, blocks, number, counter, smem, bars,
-                D, BLOCK_D, BLOCK_N, STAGES,
+                D, BLOCK_D, BLOCK_N, STAGES, GROUPS,
             )  # fmt: skip
         else:
             counter = _load_dq_item(
                 at, steps, own_statistics, stride, first, q_rows, k_rows, blocks, number, counter, smem, bars,
-                D, BLOCK_D, BLOCK_N, STAGES,
+                D, BLOCK_D, BLOCK_N, STAGES, GROUPS,
             )  # fmt: skip
         number += 1
 
@@ -156,7 +156,7 @@ def _score_gradient(s, dp, lse2, delta, scale_log2, n, masked, columns, seen):
 
 @gluon.jit
 def dq_of_item(
-    half: gl.constexpr, q, dout, dq, lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none, smem, bars,
+    which: gl.constexpr, q, dout, dq, lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none, smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """dq over all blocks of keys of an item, for the rows of one group, up to the start of the last product.
@@ -179,7 +179,7 @@ def dq_of_item(
     ds = _score_gradient(s, dp, lse2, delta, scale_log2, 0, clear_blocks <= 0, columns, seen)
     ds = as_weights(ds, dtype, D, BLOCK_D)
     if HELD == 2:  # not before all that was loaded has been used: only then it is loaded for sure
-        mbarrier.arrive(rows_empty.index(half), count=1)
+        mbarrier.arrive(rows_empty.index(which), count=1)
     for block in range(1, blocks):
         counter += 1
         last = stage
@@ -201,16 +201,16 @@ def dq_of_item(
         mbarrier.arrive(k_empty.index(last), count=1)
     counter += 1
     if HELD < 2:
-        mbarrier.arrive(rows_empty.index(half), count=1)
+        mbarrier.arrive(rows_empty.index(which), count=1)
     dq = start_sums(ds, k_smem.index(stage), dq, D)
     return dq, ds, stage, counter
 
 
 @gluon.jit
 def _compute_dq(
-    half: gl.constexpr, results, items, H, scale_log2, scale, smem, facts, bars,
+    which: gl.constexpr, results, items, H, scale_log2, scale, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    HELD: gl.constexpr, PARTS: gl.constexpr,
+    HELD: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     PART_DQ, DQ = results
     q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem = smem
@@ -220,7 +220,7 @@ def _compute_dq(
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
-    own = half * 64 + numbers  # in an item
+    own = which * 64 + numbers  # in an item
     counter = 0
     number = 0
     for _ in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -229,16 +229,16 @@ def _compute_dq(
         first = known(facts, slot, FIRST).to(gl.int32)
         k_rows = known(facts, slot, K_ROWS).to(gl.int32)
         causal = known(facts, slot, CAUSAL) != 0
-        blocks, clear_blocks = key_blocks(first, k_rows, causal, BLOCK_N)
-        seen = seen_keys(first + half * 64 + gl.arange(0, 64, gl.SliceLayout(1, S)), k_rows, causal)
-        mbarrier.wait(rows_full.index(half), number & 1)
-        lse2 = lse_smem.index(half).load(gl.SliceLayout(1, S)) * LOG2_E
-        delta = delta_smem.index(half).load(gl.SliceLayout(1, S))
-        q = hold(q_smem.index(half), S, D, HELD >= 1)
-        dout = hold(dout_smem.index(half), S, D, HELD >= 2)
+        blocks, clear_blocks = key_blocks(first, k_rows, causal, BLOCK_N, GROUPS)
+        seen = seen_keys(first + which * 64 + gl.arange(0, 64, gl.SliceLayout(1, S)), k_rows, causal)
+        mbarrier.wait(rows_full.index(which), number & 1)
+        lse2 = lse_smem.index(which).load(gl.SliceLayout(1, S)) * LOG2_E
+        delta = delta_smem.index(which).load(gl.SliceLayout(1, S))
+        q = hold(q_smem.index(which), S, D, HELD >= 1)
+        dout = hold(dout_smem.index(which), S, D, HELD >= 2)
 
         dq, ds, stage, counter = dq_of_item(
-            half, q, dout, no_sums(D, BLOCK_D), lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
+            which, q, dout, no_sums(D, BLOCK_D), lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
             (k_smem, v_smem), bars[1:6], D, BLOCK_D, BLOCK_N, STAGES, HELD,
         )  # fmt: skip
         # While the last product runs: the first part to be added.
@@ -262,9 +262,9 @@ def _compute_dq(
             dq_sum += part
         place = known(facts, slot, PLACE)
         if FINAL:
-            store_rows(DQ, dq_sum, (place + half * 64 * H) * D, H * D, numbers, inside, D, BLOCK_D)
+            store_rows(DQ, dq_sum, (place + which * 64 * H) * D, H * D, numbers, inside, D, BLOCK_D)
         else:
-            store_part(PART_DQ, dq_sum, place + half * 64, numbers, inside, D, BLOCK_D)
+            store_part(PART_DQ, dq_sum, place + which * 64, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
         number += 1
 
@@ -280,26 +280,27 @@ def dq_kernel(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
     HELD: gl.constexpr,  # how many of q and dout stay in registers
     PARTS: gl.constexpr,  # at most so many parts are added to each result, a power of 2; or none
+    GROUPS: gl.constexpr,  # of four warps: 64 query rows each
 ):  # fmt: skip
     """dq of the items of a table: ``scale * sum_j p_ij (dp_ij - delta_i) k_j``."""
     dtype: gl.constexpr = Q.dtype.element_ty
     smem = (
-        allocate_rows(dtype, 2, 64, BLOCK_D),
-        allocate_rows(dtype, 2, 64, BLOCK_D),
+        allocate_rows(dtype, GROUPS, 64, BLOCK_D),
+        allocate_rows(dtype, GROUPS, 64, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
-        allocate_numbers(2, 64),
-        allocate_numbers(2, 64),
+        allocate_numbers(GROUPS, 64),
+        allocate_numbers(GROUPS, 64),
     )
     bars = (
-        allocate_barriers(2, 2 + 32),  # two blocks of rows, and statistics by all threads of the producer
-        allocate_barriers(2, 1),
+        allocate_barriers(GROUPS, 2 + 32),  # two blocks of rows, and statistics by all threads of the producer
+        allocate_barriers(GROUPS, 1),
         allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 2),
+        allocate_barriers(STAGES, GROUPS),
         allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 2),
+        allocate_barriers(STAGES, GROUPS),
         allocate_barriers(2, 1),
-        allocate_barriers(2, 2),
+        allocate_barriers(2, GROUPS),
     )
     facts = allocate_facts(PARTS)
     fence_async_shared()
@@ -311,8 +312,16 @@ def dq_kernel(
     statistics = LSE, DELTA
     tables = TABLE, LAYOUT, OFFSETS
     sizes = N, H, G, parts
-    gl.warp_specialize([
-        (_compute_dq, (gl.constexpr(0), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS)),
-        (_compute_dq, (gl.constexpr(1), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS)),
-        (_produce_dq, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, PARTS)),
-    ], [4, 1], [232, 40])  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (_compute_dq, (gl.constexpr(0), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, GROUPS)),
+            (_compute_dq, (gl.constexpr(1), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, GROUPS)),
+            (_produce_dq, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, PARTS, GROUPS)),
+        ], [4, 1], [232, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_compute_dq, (gl.constexpr(0), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, GROUPS)),
+            (_compute_dq, (gl.constexpr(1), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, GROUPS)),
+            (_compute_dq, (gl.constexpr(2), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, GROUPS)),
+            (_produce_dq, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, PARTS, GROUPS)),
+        ], [4, 4, 1], [160, 160, 32])  # fmt: skip

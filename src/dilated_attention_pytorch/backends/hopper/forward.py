@@ -57,6 +57,8 @@ from dilated_attention_pytorch.backends.hopper.softmax import (
 )
 from dilated_attention_pytorch.backends.triton.primitives import LN_2
 
+GROUPS = gl.constexpr(2)  # a third one has too few registers for its softmax
+
 
 @gluon.jit
 def _load_item(
@@ -84,7 +86,7 @@ def _look_ahead_pass(
     facts_full, done = bars[6], bars[7]
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
-            tables[0], families, item, group, False
+            tables[0], families, item, group, False, GROUPS
         )
         zero_keys = gl.load(row + 14)
         place = result_row(row, own_sample, sample, heads[0], tile, starts[0], first, N, H, FINAL)
@@ -148,7 +150,7 @@ def _produce_pass(
         q_at = Q + known(facts, slot, Q_AT, 1)
         k_at = K + known(facts, slot, K_AT, 1)
         v_at = V + known(facts, slot, V_AT, 1)
-        blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N)
+        blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N, GROUPS)
         steps = stride * row_strides[0], stride * row_strides[1], stride * row_strides[2]
         if slot == 0:
             counter = _load_item(
@@ -211,7 +213,7 @@ def _compute_pass(
         first = known(facts, slot, FIRST).to(gl.int32)
         k_rows = known(facts, slot, K_ROWS).to(gl.int32)
         causal = known(facts, slot, CAUSAL) != 0
-        blocks, clear_blocks = key_blocks(first, k_rows, causal, BLOCK_N)
+        blocks, clear_blocks = key_blocks(first, k_rows, causal, BLOCK_N, GROUPS)
         begin = first + which * 64
         seen = seen_keys(begin + gl.arange(0, 64, gl.SliceLayout(1, S)), k_rows, causal)
         # Zero keys have logit 0 and value 0: they only start the denominator.
@@ -235,7 +237,7 @@ def _compute_pass(
 
         total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
         if not ONLINE:
-            overflow = overflows(overflow, acc, total_o)
+            overflow |= overflows(acc, total_o)
         factor = 1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, O))
         lse2 = gl.convert_layout(m2, gl.SliceLayout(1, O)) + gl.log2(total_o)
         if PARTS > 0:

@@ -1,8 +1,8 @@
 """What the Hopper kernels share: which rows a program works on, loading rows of a tile, and partial results.
 
 A program is persistent: it stays on its multiprocessor and takes every ``num_programs``-th block of rows (an *item*) of a
-launch table. One producer warp loads rows of a tile into shared memory; two *groups* of four warps compute 64 of the item's
-rows each. Rows are loaded by the tensor memory accelerator through descriptors that the producer makes for the tile at
+launch table. One producer warp loads rows of a tile into shared memory; two or three *groups* of four warps compute 64 of
+the item's rows each. Rows are loaded by the tensor memory accelerator through descriptors that the producer makes for the tile at
 hand: a base, a number of rows, a stride. So every rate, offset and ragged end is served, and rows behind the end are 0.
 
 A descriptor lies in memory that belongs to its place in the program, and the accelerator reads it when it loads. Hence two
@@ -36,7 +36,7 @@ from dilated_attention_pytorch.backends.triton.primitives import (
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 reshaped = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-ROWS = gl.constexpr(128)  # of an item: two groups of 64
+GROUP_ROWS = gl.constexpr(64)  # of an item, for each group
 # What the producer leaves of an item, and of each part to be added (see primitives.part_facts).
 FACTS = gl.constexpr(13)
 FIRST, Q_ROWS, K_ROWS, CAUSAL, ZERO_KEYS, PLACE, LSE_PLACE, POSITION, STRIDE, CHILDREN = map(gl.constexpr, range(10))
@@ -45,8 +45,9 @@ PART_FACTS = gl.constexpr(7)
 
 
 @gluon.jit
-def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr):
+def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr, GROUPS: gl.constexpr):
     """The row of the table and the place of an item: see primitives.locate."""
+    ROWS: gl.constexpr = GROUPS * GROUP_ROWS
     row = find_family(TABLE, families, item)
     block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
         row, item, group, ROWS, BY_KEYS, True
@@ -84,9 +85,9 @@ def element(strides, sample, start, head):
 
 
 @gluon.jit
-def key_blocks(first, k_rows, causal, BLOCK_N: gl.constexpr):
-    """How many blocks of keys the rows from ``first`` on see, and how many of these need no mask."""
-    seen = gl.where(causal, gl.minimum(first + ROWS, k_rows), k_rows)
+def key_blocks(first, k_rows, causal, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
+    """How many blocks of keys the rows of an item from ``first`` on see, and how many of these need no mask."""
+    seen = gl.where(causal, gl.minimum(first + GROUPS * GROUP_ROWS, k_rows), k_rows)
     clear = gl.where(causal, gl.minimum(first, k_rows), k_rows)
     return (seen + BLOCK_N - 1) // BLOCK_N, clear // BLOCK_N
 

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, Config, configs
+from dilated_attention_pytorch.backends.hopper.configs import Config, backward_config, configs
 from dilated_attention_pytorch.backends.hopper.dkv import dkv_kernel
 from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
@@ -23,8 +23,8 @@ from dilated_attention_pytorch.backends.triton.tables import Launch, Work, work
 from dilated_attention_pytorch.problem import Problem
 from dilated_attention_pytorch.tiles import positive_scale
 
-# Per thread at the start: 12 warps share 65,536. The computing ones then take some from the loading one.
-_START_REGISTERS = 168
+# Per thread at the start, by the number of groups: 12 or 16 warps share 65,536. Groups then take some from the others.
+START_REGISTERS = {2: 168, 3: 128}
 # Of a program, for descriptors: two places of 128 bytes for each of four tensors, or of three tensors in each of two passes.
 _SCRATCH_BYTES = 1536
 # Kernels that add parts have room in shared memory for what is known of this many, or of a larger power of 2.
@@ -92,7 +92,7 @@ def constants(config: Config, head_dim: int) -> dict[str, Any]:
         "STAGES": config.stages,
         "HELD": config.held,
         "num_warps": 4,
-        "maxnreg": _START_REGISTERS,
+        "maxnreg": START_REGISTERS[config.groups],
     }
 
 
@@ -150,7 +150,9 @@ def _dq_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config
         problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
         scale * run.LOG2_E, scale,
     )  # fmt: skip
-    return _calls(dq_kernel, run.dq_calls, todo, head_dim, strides, config, numbers, BLOCK_N=config.block)
+    return _calls(
+        dq_kernel, run.dq_calls, todo, head_dim, strides, config, numbers, BLOCK_N=config.block, GROUPS=config.groups
+    )
 
 
 def _dkv_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
@@ -159,7 +161,7 @@ def _dkv_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, confi
         problem.queries, problem.keys, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
         scale * run.LOG2_E, scale,
     )  # fmt: skip
-    mode = {"BLOCK_M": config.block, "OVERLAP": config.overlap}
+    mode = {"BLOCK_M": config.block, "OVERLAP": config.overlap, "GROUPS": config.groups}
     return _calls(dkv_kernel, run.dkv_calls, todo, head_dim, strides, config, numbers, **mode)
 
 
@@ -184,7 +186,8 @@ def forward(
     query, scale = scaled_query(query, scale)
     query, key, value = map(aligned, (query, key, value))
     chosen = config or configs(query.shape[-1]).forward
-    todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
+    assert chosen.groups == 2, "the forward kernel has two groups"
+    todo = work(problem, block=chosen.item_rows, by_keys=False, device=query.device)
     tensors = (query, key, value, *run.forward_buffers(problem, query, todo, out))
     strides = query.stride(), key.stride(), value.stride()
     _launch(todo.once(_forward_calls, query.shape[-1], strides, scale, chosen), tensors, tensors[-1])
@@ -205,8 +208,8 @@ def dq(
     config: Config | None = None,
 ) -> Tensor:
     """The gradient of the queries given ``delta``, written to ``result`` if that is given."""
-    chosen = config or configs(query.shape[-1]).dq
-    todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
+    chosen = config or backward_config(problem, query.shape[-1], by_keys=False)
+    todo = work(problem, block=chosen.item_rows, by_keys=False, device=query.device)
     tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo, result))
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     _launch(todo.once(_dq_calls, query.shape[-1], strides, scale, chosen), tensors, lse)
@@ -227,8 +230,8 @@ def dkv(
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of keys and values given ``delta``, written to ``results`` if these are given."""
-    chosen = config or configs(query.shape[-1]).dkv
-    todo = work(problem, block=ITEM_ROWS, by_keys=True, device=query.device)
+    chosen = config or backward_config(problem, query.shape[-1], by_keys=True)
+    todo = work(problem, block=chosen.item_rows, by_keys=True, device=query.device)
     tensors = (query, key, value, dout, lse, delta, *run.dkv_buffers(key, value, todo, results))
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     _launch(todo.once(_dkv_calls, query.shape[-1], strides, scale, chosen), tensors, lse)

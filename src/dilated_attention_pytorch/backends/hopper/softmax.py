@@ -153,9 +153,9 @@ def attend_item(
 
 
 @gluon.jit
-def overflows(seen_so_far, acc, total):
-    """Add the rows whose sums are not finite, or nearly so: 0 times what is not finite is not 0."""
-    return gl.where((gl.sum(acc * 0.0, 1) == 0.0) & (total < LARGEST), seen_so_far, 1)
+def overflows(acc, total):
+    """1 for rows whose sums are not finite, or nearly so: 0 times what is not finite is not 0."""
+    return gl.where((gl.sum(acc * 0.0, 1) == 0.0) & (total < LARGEST), 0, 1)
 
 
 @gluon.jit
@@ -174,7 +174,7 @@ def raise_flag(flags, which: gl.constexpr, seen):
 
 @gluon.jit
 def again(items, flags, WARPS: gl.constexpr):
-    """How many items to compute again, online: all if any group has seen a sum overflow."""
+    """What is to be computed again, online: all ``items`` if any group has seen a sum overflow, else 0."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(flags[1].index(0), 0)
     seen = gl.sum(flags[0].index(0).load(ONE), 0) + gl.sum(flags[0].index(1).load(ONE), 0)

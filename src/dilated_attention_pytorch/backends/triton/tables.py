@@ -221,7 +221,7 @@ def _on_device(tables: list[Tensor], device: torch.device) -> tuple[Tensor, list
 
 
 # Tables of long batches of documents take megabytes on the device, and most training steps bring new ones.
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=48)
 def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -> Work:
     plans = problem.plans()
     square = all(len(plan.queries) == len(plan.keys) for _, plan in plans)
