@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dilated_attention_pytorch.backends.hopper.block_pieces import (
     FIRST,
+    GROUPS,
     LENGTH,
     PLACE,
     find_block_item,
@@ -47,7 +48,7 @@ def _load_unit(
 ):  # fmt: skip
     """Ask for an item's keys and values, if this is its first unit, then for listed rows of q and dout, with statistics."""
     if member == 0:
-        load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D, 2)
+        load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D, GROUPS)
     _, _, q_smem, dout_smem, lse_smem, delta_smem = smem
     _, _, q_full, dout_full, row_full, empty, _, _, _ = bars
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -126,7 +127,8 @@ def _masked_blocks(
 ):  # fmt: skip
     """The first block of listed query rows that needs no causal mask, and the end of those that end in the sequence.
 
-    For lists that have entries. Only the first entry of a list may be the block of the keys themselves, only the last one the end of the sequence.
+    For lists that have entries. Only the first entry of a list may be the block of the keys themselves, only the last one
+    the end of the sequence.
     """
     EACH: gl.constexpr = BLOCK_SIZE // BLOCK_M
     clear = count * 0

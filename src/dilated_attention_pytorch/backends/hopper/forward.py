@@ -57,7 +57,7 @@ from dilated_attention_pytorch.backends.hopper.softmax import (
 )
 from dilated_attention_pytorch.backends.triton.primitives import LN_2
 
-GROUPS = gl.constexpr(2)  # a third one has too few registers for its softmax
+GROUPS = gl.constexpr(2)  # three were not faster, see docs/kernels.md, version 10
 
 
 @gluon.jit
@@ -71,7 +71,7 @@ def _load_item(
     q_desc = row_descriptor(q_at, q_rows, steps[0], D, 64, BLOCK_D)
     k_desc = row_descriptor(k_at, k_rows, steps[1], D, BLOCK_N, BLOCK_D)
     v_desc = row_descriptor(v_at, k_rows, steps[2], D, BLOCK_N, BLOCK_D)
-    for i in gl.static_range(2):
+    for i in gl.static_range(GROUPS):
         mbarrier.wait(q_empty.index(i), number & 1 ^ 1)
         load_rows(q_desc, first + i * 64, q_full, q_smem, i)
     return load_keys(k_desc, v_desc, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES)
@@ -305,19 +305,19 @@ def forward_kernel(
     dtype: gl.constexpr = Q.dtype.element_ty
     ONLINE: gl.constexpr = is_online(dtype)
     smem = (
-        allocate_rows(dtype, 2, 64, BLOCK_D),
+        allocate_rows(dtype, GROUPS, 64, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
         allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
     )
     bars = (
-        allocate_barriers(2, 1),
-        allocate_barriers(2, 1),
+        allocate_barriers(GROUPS, 1),
+        allocate_barriers(GROUPS, 1),
         allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 2),
+        allocate_barriers(STAGES, GROUPS),
         allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 2),
+        allocate_barriers(STAGES, GROUPS),
         allocate_barriers(2, 1),
-        allocate_barriers(2, 2),
+        allocate_barriers(2, GROUPS),
     )
     facts = allocate_facts(PARTS)
     flags = allocate_flags()
