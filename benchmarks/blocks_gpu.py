@@ -7,8 +7,11 @@ declared full, or (``x masked``) none, so that it evaluates the mask inside; ``-
 that is always true. ``x rate`` is our rate on the blocks computed over that of dense cuDNN attention; ``x dense`` the time
 of dense attention of the same length over ours. Errors are differences from the path of stock operators (``sdpa``) on the
 same tensors, relative, by norms: forward of out, backward the largest of dq, dk and dv; FlexAttention's own beside it, so
-that it is seen to compute the same. ``GiB`` is the extra memory of a forward, ``needed`` that of out, lse and lists. All in
-the same run, calls queued one behind the other, so that no method is charged for its Python.
+that it is seen to compute the same. ``GiB`` is the extra memory of a forward, ``needed`` that of out, lse and lists.
+
+All methods of a setting take turns, ``ROUNDS`` times, calls queued one behind the other, so that no method is charged for
+its Python. One after the other would not do: when the GPU has been idle (compiling), its clock falls by a tenth for some
+0.3 s about a second after it is busy again, and whoever is measured then is 2 to 3 % slower.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import gpu
 import torch
+import torch._functorch.config
 import triton
 from torch.nn.attention import flex_attention
 
@@ -35,6 +40,8 @@ from dilated_attention_pytorch.blocks import ops as block_ops
 from dilated_attention_pytorch.measure import peak_extra_bytes
 
 BLOCK = 128
+ROUNDS = 3
+TILE = 2048  # of the dense attention whose rate is compared with
 Runs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -110,6 +117,26 @@ def dense_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
         return torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
+def in_turns(runs: dict[str, tuple[Runs, list[torch.Tensor]]]) -> dict[str, tuple[float, float]]:
+    """Milliseconds of forward and backward of each method with its inputs, means over rounds."""
+    calls: dict[tuple[str, int], Callable] = {}
+    for name, (run, inputs) in runs.items():
+        out = run(*inputs)
+        dout = torch.randn_like(out)
+        calls[name, 0] = torch.no_grad()(partial(run, *inputs))
+        calls[name, 1] = partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+    for call in calls.values():  # whatever has to be compiled, then until the clock has settled
+        call()
+    for call in calls.values():
+        gpu.steady_milliseconds(call, 0.3)
+    times: dict[tuple[str, int], list[float]] = {x: [] for x in calls}
+    for _ in range(ROUNDS):
+        for way in range(2):
+            for name in runs:
+                times[name, way].append(gpu.steady_milliseconds(calls[name, way]))
+    return {name: (statistics.mean(times[name, 0]), statistics.mean(times[name, 1])) for name in runs}
+
+
 def with_grads(run: Runs, inputs: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
     out = run(*inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
@@ -142,33 +169,33 @@ def measure(name: str, s: Setting, backends: list[str], flex: list[str]) -> list
     entries, list_bytes = lists_of(pattern, inputs)
     flops = 4 * s.head_dim * s.heads * entries * BLOCK**2
     expected = with_grads(lambda *x: attention(*x, pattern, backend="sdpa"), inputs, dout)
-    others: dict[str, tuple[float, float]] = {}
     theirs: dict[str, float] = {}
+    others: dict[str, Runs] = {}
     for kind in flex if s.flex else []:
-        run = flex_call(s, kind)
         label = "flex" if kind == "full" else f"{kind}_flex"
-        others[label] = gpu.forward_and_backward(run, inputs)
-        theirs |= {f"{label}_{x}": e for x, e in errors_of(with_grads(run, inputs, dout), expected).items()}
+        others[label] = flex_call(s, kind)
+        theirs |= {f"{label}_{x}": e for x, e in errors_of(with_grads(others[label], inputs, dout), expected).items()}
     if s.dense:
-        others["dense"] = gpu.forward_and_backward(dense_call, inputs)
-    dense_rates = gpu.dense_rates(gpu.Setting(gpu.FLAT, s.n, s.heads, s.head_dim, 2048))
+        others["dense"] = dense_call
+    ours = {b: partial(attention, pattern=pattern, backend=b) for b in backends}
+    tiles = gpu.tensors(gpu.Setting(gpu.FLAT, s.n, s.heads, s.head_dim, TILE), 2**17 // TILE, TILE)
+    measured = in_turns({x: (run, inputs) for x, run in (others | ours).items()} | {"tiles": (dense_call, tiles)})
+    tile_flops = 4 * s.head_dim * s.heads * 2**17 * TILE
     rows = []
-    for backend in backends:
-        run = lambda *x, b=backend: attention(*x, pattern, backend=b)  # noqa: E731
-        times = gpu.forward_and_backward(run, inputs)
+    for backend, run in ours.items():
         actual = with_grads(run, inputs, dout)
         with torch.no_grad():
             extra = peak_extra_bytes(lambda run=run: run(*inputs), gpu.GPU)
         needed = inputs[0].numel() * 2 + s.heads * s.n * 4 + list_bytes
         row = {"setting": name, "backend": backend, "blocks": entries, "forward_extra_gib": extra / 2**30}
         row["out_lse_lists_gib"] = needed / 2**30
-        for way, ms, factor, rate in zip(("forward", "backward"), times, (1, 2.5), dense_rates, strict=True):
-            tflops = factor * flops / ms / 1e9
+        for i, (way, factor) in enumerate((("forward", 1), ("backward", 2.5))):
+            ms = measured[backend][i]
+            tflops, rate = factor * flops / ms / 1e9, factor * tile_flops / measured["tiles"][i] / 1e9
             row |= {f"{way}_ms": ms, f"{way}_tflops": tflops, f"{way}_x_rate": tflops / rate}
             row |= {f"{way}_dense_tflops": rate}
-            for other, (forward, backward) in others.items():
-                other_ms = forward if way == "forward" else backward
-                row |= {f"{way}_{other}_ms": other_ms, f"{way}_x_{other}": other_ms / ms}
+            for other in others:
+                row |= {f"{way}_{other}_ms": measured[other][i], f"{way}_x_{other}": measured[other][i] / ms}
         rows.append(row | errors_of(actual, expected) | theirs | {"seconds": time.perf_counter() - began})
     return rows
 
@@ -205,6 +232,7 @@ def main() -> None:
         parser.error(f"--flex takes full, listed and masked, separated by commas, got {', '.join(sorted(unknown))}")
     names = options.only.split(",") if options.only else list(SETTINGS)
     torch.manual_seed(0)
+    torch._functorch.config.donated_buffer = False  # FlexAttention's backward is called again and again
     chosen = f"--only '{','.join(names)}' --backends {options.backends} --flex {options.flex}"
     report = {
         "command": f"PYTHONPATH=src python3 benchmarks/blocks_gpu.py {chosen}",

@@ -97,7 +97,8 @@ def _produce_dkv(
         steps = q_strides[1], dout_strides[1]
         for member in range(group):
             head = key_head * group + member
-            count, LIST, first_entry, last_entry = find_list(tables, row, head, first, length)
+            count, list_at, first_entry, last_entry = find_list(tables, row, head, first, length)
+            LIST = tables[3] + list_at
             q_at = address(Q, q_strides, sample, starts[0], head)
             dout_at = address(DOUT, dout_strides, sample, starts[0], head)
             place = (sample.to(gl.int64) * H + head) * N + starts[0]

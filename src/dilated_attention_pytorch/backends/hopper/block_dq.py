@@ -59,9 +59,10 @@ def _load_dq_item(
         mbarrier.wait(rows_empty.index(which), number & 1 ^ 1)
         load_rows(q_desc, first + which * 64, rows_full, q_smem, which)
         load_rows(dout_desc, first + which * 64, rows_full, dout_smem, which)
-    return load_listed_keys(
-        k_desc, v_desc, LIST, count, k_row, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES, BLOCK_SIZE
+    counter, _ = load_listed_keys(
+        k_desc, v_desc, LIST, count, k_row, 0, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES, BLOCK_SIZE
     )
+    return counter
 
 
 @gluon.jit
@@ -78,7 +79,8 @@ def _produce_dq(
     item = take_item(tables[4], items)
     while item >= 0:
         row, head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
-        count, LIST, first_entry, last = find_list(tables, row, head, first, length)
+        count, list_at, first_entry, last = find_list(tables, row, head, first, length)
+        LIST = tables[3] + list_at
         blocks, _ = listed_keys(count, last, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
         key_head = head // group
         at = (

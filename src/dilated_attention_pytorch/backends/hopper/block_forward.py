@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dilated_attention_pytorch.backends.hopper.block_pieces import (
     FIRST,
     LENGTH,
+    LIST_AT,
     PLACE,
     STATISTICS_PLACE,
     find_block_item,
@@ -21,18 +22,21 @@ from dilated_attention_pytorch.backends.hopper.block_pieces import (
     leave_item,
     leave_list,
     listed_keys,
-    listed_row,
     load_listed_keys,
     seen_listed,
     take_item,
     wait_for_item,
 )
 from dilated_attention_pytorch.backends.hopper.pieces import (
-    address,
+    K_AT,
+    Q_AT,
+    V_AT,
     allocate_barriers,
     allocate_facts,
     allocate_rows,
+    element,
     known,
+    leave,
     load_rows,
     product_layout,
     row_descriptor,
@@ -51,26 +55,9 @@ from dilated_attention_pytorch.backends.triton.primitives import LN_2
 
 # Instead of -inf, so that a row that sees nothing has no inf - inf.
 LOWEST = gl.constexpr(-1e38)
-
-
-@gluon.jit
-def _load_item(
-    at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Ask for the query rows of both groups, then for listed keys and values, block by block as room comes free."""
-    q_smem, k_smem, v_smem = smem
-    q_full, q_empty = bars[:2]
-    q_desc = row_descriptor(at[0], length, steps[0], D, 64, BLOCK_D)
-    k_desc = row_descriptor(at[1], length, steps[1], D, BLOCK_N, BLOCK_D)
-    v_desc = row_descriptor(at[2], length, steps[2], D, BLOCK_N, BLOCK_D)
-    k_row = listed_row(LIST, 0, count, BLOCK_SIZE)
-    for i in gl.static_range(2):
-        mbarrier.wait(q_empty.index(i), number & 1 ^ 1)
-        load_rows(q_desc, first + i * 64, q_full, q_smem, i)
-    return load_listed_keys(
-        k_desc, v_desc, LIST, count, k_row, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES, BLOCK_SIZE
-    )
+# So many blocks of keys before the end of an item, the next one is taken and looked up: later, the groups would wait for
+# it, earlier, programs would end at times that differ more.
+AHEAD = gl.constexpr(4)
 
 
 @gluon.jit
@@ -85,49 +72,87 @@ def _next_item(TAKEN, last, items, AGAIN: gl.constexpr):
 
 
 @gluon.jit
+def _announce(item, told, tables, rows, group, sizes, strides, facts, bars, BLOCK_SIZE: gl.constexpr):
+    """Leave what the others, and the producer itself when it comes to it, have to know of an item, or that there is none."""
+    facts_full, done = bars[6], bars[7]
+    if item >= 0:
+        N, H = sizes
+        row, head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
+        count, at, first_entry, last = find_list(tables, row, head, first, length)
+        slot = told & 1
+        mbarrier.wait(done.index(slot), (told >> 1 & 1) ^ 1)
+        leave_item(facts, slot, first, length, sample, starts[0], head, N, H)
+        leave_list(facts, slot, count, first_entry, last)
+        leave(facts, slot, LIST_AT, at)
+        leave(facts, slot, Q_AT, element(strides[0], sample, starts[0], head))
+        leave(facts, slot, K_AT, element(strides[1], sample, starts[1], head // group))
+        leave(facts, slot, V_AT, element(strides[2], sample, starts[1], head // group))
+        mbarrier.arrive(facts_full.index(slot), count=1)
+    else:
+        leave_end(facts, told, facts_full, done)
+
+
+@gluon.jit
+def _load_item(
+    item, slot, number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    AGAIN: gl.constexpr,
+):  # fmt: skip
+    """Ask for the query rows of both groups, then for listed keys and values, block by block as room comes free.
+
+    Returns the next item, which is announced while the last blocks are still to be loaded, and the blocks of keys so far.
+    """
+    q_smem, k_smem, v_smem = smem
+    q_full, q_empty = bars[:2]
+    first = known(facts, slot, FIRST, 1).to(gl.int32)
+    length = known(facts, slot, LENGTH, 1).to(gl.int32)
+    count, first_entry, last = known_list(facts, slot, 1)
+    LIST = tables[3] + known(facts, slot, LIST_AT, 1)
+    blocks, _ = listed_keys(count, last, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
+    q_desc = row_descriptor(tensors[0] + known(facts, slot, Q_AT, 1), length, strides[0][1], D, 64, BLOCK_D)
+    k_desc = row_descriptor(tensors[1] + known(facts, slot, K_AT, 1), length, strides[1][1], D, BLOCK_N, BLOCK_D)
+    v_desc = row_descriptor(tensors[2] + known(facts, slot, V_AT, 1), length, strides[2][1], D, BLOCK_N, BLOCK_D)
+    k_row = first_entry * BLOCK_SIZE
+    for i in gl.static_range(2):
+        mbarrier.wait(q_empty.index(i), number & 1 ^ 1)
+        load_rows(q_desc, first + i * 64, q_full, q_smem, i)
+    early = gl.maximum(blocks - AHEAD, 0)
+    counter, k_row = load_listed_keys(
+        k_desc, v_desc, LIST, count, k_row, 0, early, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES, BLOCK_SIZE
+    )
+    item = _next_item(tables[4], item, items, AGAIN)
+    _announce(item, number + 1 + AGAIN, tables, rows, group, sizes, strides, facts, bars, BLOCK_SIZE)
+    counter, _ = load_listed_keys(
+        k_desc, v_desc, LIST, count, k_row, early, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES, BLOCK_SIZE
+    )
+    return item, counter
+
+
+@gluon.jit
 def _produce_pass(
     item, number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     AGAIN: gl.constexpr,
 ):  # fmt: skip
     """Load items from ``item`` on. Returns the last one, and items and blocks of keys so far."""
-    Q, K, V = tensors
-    N, H = sizes
-    q_strides, k_strides, v_strides = strides
-    facts_full, done = bars[6], bars[7]
     # Not item: a value that is the same as another before a loop and in its first round is not carried from round to round.
     last_item = item * 0 - 1
+    # The end of the first pass was told as well.
+    _announce(item, number + AGAIN, tables, rows, group, sizes, strides, facts, bars, BLOCK_SIZE)
     while item >= 0:
-        row, head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
-        count, LIST, first_entry, last = find_list(tables, row, head, first, length)
-        blocks, _ = listed_keys(count, last, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
-        key_head = head // group
-        at = (
-            address(Q, q_strides, sample, starts[0], head),
-            address(K, k_strides, sample, starts[1], key_head),
-            address(V, v_strides, sample, starts[1], key_head),
-        )
-        steps = q_strides[1], k_strides[1], v_strides[1]
-        told = number + AGAIN  # the end of the first pass was told as well
-        parity = told & 1
-        mbarrier.wait(done.index(parity), (told >> 1 & 1) ^ 1)
-        leave_item(facts, parity, first, length, sample, starts[0], head, N, H)
-        leave_list(facts, parity, count, first_entry, last)
-        mbarrier.arrive(facts_full.index(parity), count=1)
-        if parity == 0:
-            counter = _load_item(
-                at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
-                D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
+        last_item = item
+        slot = number + AGAIN & 1
+        if slot == 0:
+            item, counter = _load_item(
+                item, slot, number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL,
+                D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, AGAIN,
             )  # fmt: skip
         else:
-            counter = _load_item(
-                at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
-                D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
+            item, counter = _load_item(
+                item, slot, number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL,
+                D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, AGAIN,
             )  # fmt: skip
         number += 1
-        last_item = item
-        item = _next_item(tables[4], last_item, items, AGAIN)
-    leave_end(facts, number + AGAIN, facts_full, done)
     return last_item, number, counter
 
 

@@ -24,7 +24,7 @@ ROWS = gl.constexpr(GROUPS.value * GROUP_ROWS.value)  # of an item
 COLUMNS = gl.constexpr(8)  # of a table of blocks, see block_tables.COLUMNS
 # What the producer leaves of an item; not every kernel reads all of it. The places are those of its first row among the
 # (B, rows, heads) of a tensor, and among the (B, heads, rows) of statistics.
-FIRST, LENGTH, PLACE, STATISTICS_PLACE, COUNT, FIRST_ENTRY, LAST_ENTRY = map(gl.constexpr, range(7))
+FIRST, LENGTH, PLACE, STATISTICS_PLACE, COUNT, FIRST_ENTRY, LAST_ENTRY, LIST_AT = map(gl.constexpr, range(8))
 
 
 @gluon.jit
@@ -54,11 +54,12 @@ def find_list(tables, row, head, first, length):
     """The entries of a head's list: how many (none for rows behind the sequence), where, the first and the last."""
     COUNTS, STARTS, INDICES = tables[1:4]
     number = gl.load(row + 6) + head.to(gl.int64) * gl.load(row + 7)
-    LIST = INDICES + gl.load(STARTS + number)
+    at = gl.load(STARTS + number)
+    LIST = INDICES + at
     count = gl.where(first < length, gl.load(COUNTS + number), 0)
     some = count > 0
     first_entry = gl.load(LIST, mask=some, other=0)
-    return count, LIST, first_entry, gl.load(LIST + gl.maximum(count - 1, 0), mask=some, other=0)
+    return count, at, first_entry, gl.load(LIST + gl.maximum(count - 1, 0), mask=some, other=0)
 
 
 @gluon.jit
@@ -97,12 +98,12 @@ def wait_for_item(facts, number, full):
 
 
 @gluon.jit
-def known_list(facts, slot):
+def known_list(facts, slot, WARPS: gl.constexpr = 4):
     """How many entries a list has, its first and its last."""
     return (
-        known(facts, slot, COUNT).to(gl.int32),
-        known(facts, slot, FIRST_ENTRY).to(gl.int32),
-        known(facts, slot, LAST_ENTRY).to(gl.int32),
+        known(facts, slot, COUNT, WARPS).to(gl.int32),
+        known(facts, slot, FIRST_ENTRY, WARPS).to(gl.int32),
+        known(facts, slot, LAST_ENTRY, WARPS).to(gl.int32),
     )
 
 
@@ -115,13 +116,13 @@ def listed_row(LIST, place, count, BLOCK_SIZE: gl.constexpr):
 
 @gluon.jit
 def load_listed_keys(
-    k_desc, v_desc, LIST, count, k_row, blocks, counter, smem, bars,
+    k_desc, v_desc, LIST, count, k_row, begin, end, counter, smem, bars,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """pieces.load_keys for listed keys, of which ``k_row`` is the first row. The next one is looked up ahead of its turn."""
     k_smem, v_smem = smem
     k_full, k_empty, v_full, v_empty = bars
-    for block in range(blocks):
+    for block in range(begin, end):
         stage = counter % STAGES
         phase = counter // STAGES & 1
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -130,7 +131,7 @@ def load_listed_keys(
         load_rows(v_desc, k_row, v_full, v_smem, stage)
         k_row = listed_row(LIST, (block + 1) * BLOCK_N, count, BLOCK_SIZE)
         counter += 1
-    return counter
+    return counter, k_row
 
 
 @gluon.jit
