@@ -10,8 +10,9 @@ same tensors, relative, by norms: forward of out, backward the largest of dq, dk
 that it is seen to compute the same. ``GiB`` is the extra memory of a forward, ``needed`` that of out, lse and lists.
 
 All methods of a setting take turns, ``ROUNDS`` times, calls queued one behind the other, so that no method is charged for
-its Python. One after the other would not do: when the GPU has been idle (compiling), its clock falls by a tenth for some
-0.3 s about a second after it is busy again, and whoever is measured then is 2 to 3 % slower.
+its Python. One after the other would not do: about a second after the GPU has been idle (compiling), its clock falls by a
+tenth for some 0.3 s, and then by less about every second (settle_gpu.py); whoever is measured then is 2 to 3 % slower. So
+a turn lasts a second, and another one before it that is not counted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from dilated_attention_pytorch.blocks import ops as block_ops
 from dilated_attention_pytorch.measure import peak_extra_bytes
 
 BLOCK = 128
-ROUNDS = 3
+ROUNDS = 2
 TILE = 2048  # of the dense attention whose rate is compared with
 Runs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -133,7 +134,7 @@ def in_turns(runs: dict[str, tuple[Runs, list[torch.Tensor]]]) -> dict[str, tupl
     for _ in range(ROUNDS):
         for way in range(2):
             for name in runs:
-                times[name, way].append(gpu.steady_milliseconds(calls[name, way]))
+                times[name, way].append(gpu.steady_milliseconds(calls[name, way], 1.0))
     return {name: (statistics.mean(times[name, 0]), statistics.mean(times[name, 1])) for name in runs}
 
 
