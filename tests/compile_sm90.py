@@ -7,6 +7,7 @@
     python tests/compile_sm90.py '[["block forward", 2, 64, 128]]'        kernel, element size, head size, block size
     python tests/compile_sm90.py '[["hopper block dq", 64, 128, true, 1]]' kernel, head size, block size, causal, group
     python tests/compile_sm90.py '[["one merge", 64]]'                    kernel, head size
+    python tests/compile_sm90.py '[["fixed resolution", 64]]'             the same
 
 A process of its own, because the interpreter that the other tests use must be off when kernels are defined.
 """
@@ -37,7 +38,15 @@ from dilated_attention_pytorch.backends.hopper import dq as hopper_dq
 from dilated_attention_pytorch.backends.hopper import forward as hopper_forward
 from dilated_attention_pytorch.backends.hopper import joint as hopper_joint
 from dilated_attention_pytorch.backends.hopper import run as hopper_run
-from dilated_attention_pytorch.backends.triton import backward, block_backward, block_forward, forward, merge, parts
+from dilated_attention_pytorch.backends.triton import (
+    backward,
+    block_backward,
+    block_forward,
+    fixed_point,
+    forward,
+    merge,
+    parts,
+)
 from dilated_attention_pytorch.backends.triton.configs import block_configs, padded
 from dilated_attention_pytorch.backends.triton.launch import FUSED
 
@@ -58,7 +67,7 @@ HOPPER_BLOCKS = {
     "dq": hopper_block_dq.block_dq_kernel,
     "dkv": hopper_block_dkv.block_dkv_kernel,
 }
-RESULTS = ("OUT", "DQ", "DK", "DV")
+RESULTS = ("OUT", "DQ", "DK", "DV", "RESULT")
 HALF = ("Q", "K", "V", "DOUT", *RESULTS)
 FLOAT = (
     "PARTS",
@@ -75,7 +84,7 @@ FLOAT = (
     "RESOLUTION",
 )
 INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED", "ROWS", "STARTS", "ADDRESSES", "ENTRIES", "FIRST")
-SHORT_INTEGER = ("TAKEN", "POSITIONS", "COUNTS", "INDICES", "WANTED")
+SHORT_INTEGER = ("TAKEN", "POSITIONS", "COUNTS", "INDICES", "WANTED", "EXTREMES", "UNFIT")
 
 
 def argument_type(name: str, element: str) -> str:
@@ -87,7 +96,7 @@ def argument_type(name: str, element: str) -> str:
         return "*i64"
     if name in SHORT_INTEGER:
         return "*i32"
-    return "fp32" if name in ("scale_log2", "scale", "keep_scale", "factor") else "i32"
+    return "fp32" if name in ("scale_log2", "scale", "keep_scale", "factor", "most_range") else "i32"
 
 
 def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False):
@@ -186,6 +195,12 @@ def one_usage(kernel, head_dim):
     return compiled_usage(ASTSource, function, constants, 2, {"num_warps": parts.WARPS})
 
 
+def fixed_usage(kernel, head_dim):
+    function = getattr(fixed_point, f"{kernel}_kernel")
+    constants = fixed_point.sizes(head_dim) | ({"BITS": 30} if kernel == "resolution" else {})
+    return compiled_usage(ASTSource, function, constants, 2, {})
+
+
 def compiled_usage(source, function, constants, size, options, single=()):
     """``single``: parameters that are float32 whatever the size."""
     names = function.arg_names
@@ -238,6 +253,12 @@ if __name__ == "__main__":
     for arguments in json.loads(sys.argv[1]):
         name, *rest = arguments
         family, _, kernel = name.rpartition(" ")
-        families = {"hopper": hopper_usage, "hopper block": hopper_block_usage, "block": block_usage, "one": one_usage}
+        families = {
+            "hopper": hopper_usage,
+            "hopper block": hopper_block_usage,
+            "block": block_usage,
+            "one": one_usage,
+            "fixed": fixed_usage,
+        }
         used = families.get(family, usage)(kernel, *rest)
         print(json.dumps({"arguments": arguments} | used), flush=True)

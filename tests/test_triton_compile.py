@@ -86,6 +86,13 @@ def test_one_merge(kernel):
         assert used["spilled_bytes"] == 0
 
 
+def test_sums_in_fixed_point():
+    cases = [[f"fixed {kernel}", head_dim] for kernel in ("extremes", "resolution", "finish") for head_dim in (48, 64)]
+    for used in compiled_together(cases):
+        assert used["single_loads"] == 0
+        assert used["spilled_bytes"] == 0
+
+
 # Head size, writes the result or parts, query heads per key head, parts to be added, float32 results (of a ring's ranks).
 HOPPER_CASES = [
     [24, True, 1, 8],

@@ -167,7 +167,8 @@ def finish_kernel(
         tl.store(RESULT + rows[:, None] * D + d[None, :], values.to(RESULT.dtype.element_ty), mask=mask)
 
 
-def _constants(head_dim: int) -> dict[str, int]:
+def sizes(head_dim: int) -> dict[str, int]:
+    """What all three kernels are specialised on."""
     return {"D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK": _ROWS}
 
 
@@ -177,12 +178,12 @@ def resolution(dout: Tensor, key: Tensor, value: Tensor, delta: Tensor) -> tuple
     found = torch.zeros(3 * batch * key_heads + 1, dtype=torch.int32, device=key.device)
     extremes, unfit = found[:-1], found[-1:]
     result = torch.empty_like(delta)
-    numbers = (*key.stride()[:3], *value.stride()[:3], m, key_heads, batch * key_heads)
+    of_keys = (*key.stride()[:3], *value.stride()[:3], m, key_heads, batch * key_heads)
     programs = -(-m // _ROWS) * batch * key_heads
-    launch_one(extremes_kernel, programs, (key, value, extremes), numbers, _constants(d))
-    sizes = (*dout.stride()[:3], n, heads, heads // key_heads, batch * key_heads, _MOST_RANGE)
+    launch_one(extremes_kernel, programs, (key, value, extremes), of_keys, sizes(d))
+    of_queries = (*dout.stride()[:3], n, heads, heads // key_heads, batch * key_heads, _MOST_RANGE)
     tensors = dout, delta, extremes, result, unfit
-    launch_one(resolution_kernel, -(-n // _ROWS) * batch * heads, tensors, sizes, {**_constants(d), "BITS": _BITS})
+    launch_one(resolution_kernel, -(-n // _ROWS) * batch * heads, tensors, of_queries, {**sizes(d), "BITS": _BITS})
     return result, unfit
 
 
@@ -190,4 +191,4 @@ def finish(counts: Tensor, resolution: Tensor, unfit: Tensor, scale: float, resu
     """Write what ``counts`` of quanta are to ``result``, unless they are unfit."""
     batch, heads, n, d = counts.shape
     tensors = counts, resolution, unfit, result
-    launch_one(finish_kernel, -(-n // _ROWS) * batch * heads, tensors, (n, heads, scale), _constants(d))
+    launch_one(finish_kernel, -(-n // _ROWS) * batch * heads, tensors, (n, heads, scale), sizes(d))
