@@ -55,10 +55,6 @@ def call(kernel: str, p: Problem, x: list[torch.Tensor], lse, delta, config: Con
     scale = q.shape[-1] ** -0.5
     if kernel == "forward":
         return run.forward(p, q, k, v, scale=scale, config=config)
-    if kernel == "apart":  # what "joint" does at once
-        return call("dq", p, x, lse, delta, config), *call("dkv", p, x, lse, delta, config)
-    if kernel == "joint" and config is None:
-        config = configs(q.shape[-1]).joint
     return getattr(run, kernel)(p, dout, q, k, v, lse, delta, scale=scale, config=config)
 
 

@@ -3,11 +3,9 @@
     python tests/compile_sm90.py '[["forward", 2, 64, 64, 64, 4, 3]]'     kernel, element size, head size, config
     python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size [, final, group, parts, single]
     python tests/compile_sm90.py '[["hopper long_dq", 64]]'               the same, three groups
-    python tests/compile_sm90.py '[["hopper joint", 64]]'                 the same, all gradients at once
     python tests/compile_sm90.py '[["block forward", 2, 64, 128]]'        kernel, element size, head size, block size
     python tests/compile_sm90.py '[["hopper block dq", 64, 128, true, 1]]' kernel, head size, block size, causal, group
     python tests/compile_sm90.py '[["one merge", 64]]'                    kernel, head size
-    python tests/compile_sm90.py '[["fixed resolution", 64]]'             the same
 
 A process of its own, because the interpreter that the other tests use must be off when kernels are defined.
 """
@@ -36,17 +34,8 @@ from dilated_attention_pytorch.backends.hopper import configs as hopper_configs
 from dilated_attention_pytorch.backends.hopper import dkv as hopper_dkv
 from dilated_attention_pytorch.backends.hopper import dq as hopper_dq
 from dilated_attention_pytorch.backends.hopper import forward as hopper_forward
-from dilated_attention_pytorch.backends.hopper import joint as hopper_joint
 from dilated_attention_pytorch.backends.hopper import run as hopper_run
-from dilated_attention_pytorch.backends.triton import (
-    backward,
-    block_backward,
-    block_forward,
-    fixed_point,
-    forward,
-    merge,
-    parts,
-)
+from dilated_attention_pytorch.backends.triton import backward, block_backward, block_forward, forward, merge, parts
 from dilated_attention_pytorch.backends.triton.configs import block_configs, padded
 from dilated_attention_pytorch.backends.triton.launch import FUSED
 
@@ -60,14 +49,13 @@ HOPPER = {
     "forward": hopper_forward.forward_kernel,
     "dq": hopper_dq.dq_kernel,
     "dkv": hopper_dkv.dkv_kernel,
-    "joint": hopper_joint.joint_kernel,
 }
 HOPPER_BLOCKS = {
     "forward": hopper_block_forward.block_forward_kernel,
     "dq": hopper_block_dq.block_dq_kernel,
     "dkv": hopper_block_dkv.block_dkv_kernel,
 }
-RESULTS = ("OUT", "DQ", "DK", "DV", "RESULT")
+RESULTS = ("OUT", "DQ", "DK", "DV")
 HALF = ("Q", "K", "V", "DOUT", *RESULTS)
 FLOAT = (
     "PARTS",
@@ -81,10 +69,9 @@ FLOAT = (
     "PART_DQ",
     "PART_DK",
     "PART_DV",
-    "RESOLUTION",
 )
 INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED", "ROWS", "STARTS", "ADDRESSES", "ENTRIES", "FIRST")
-SHORT_INTEGER = ("TAKEN", "POSITIONS", "COUNTS", "INDICES", "WANTED", "EXTREMES", "UNFIT")
+SHORT_INTEGER = ("TAKEN", "POSITIONS", "COUNTS", "INDICES")
 
 
 def argument_type(name: str, element: str) -> str:
@@ -96,7 +83,7 @@ def argument_type(name: str, element: str) -> str:
         return "*i64"
     if name in SHORT_INTEGER:
         return "*i32"
-    return "fp32" if name in ("scale_log2", "scale", "keep_scale", "factor", "most_range") else "i32"
+    return "fp32" if name in ("scale_log2", "scale", "keep_scale", "factor") else "i32"
 
 
 def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False):
@@ -143,15 +130,13 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
     return compiled_usage(ASTSource, BLOCKS[kernel], constants, size, {"num_warps": warps, "num_stages": stages})
 
 
-def hopper_usage(
-    kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_PARTS, single_results=False, conditional=False
-):  # fmt: skip
+def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_PARTS, single_results=False):
     config = getattr(hopper_configs.configs(head_dim), kernel)
     kernel = kernel.removeprefix("long_")
     constants = {
         "D": head_dim,
         "BLOCK_D": padded(head_dim),
-        "BLOCK_M" if kernel in ("dkv", "joint") else "BLOCK_N": config.block,
+        "BLOCK_M" if kernel == "dkv" else "BLOCK_N": config.block,
         "STAGES": hopper_run.stages(config, head_dim, parts),
         "HELD": config.held,
         "FINAL": final,
@@ -159,14 +144,11 @@ def hopper_usage(
     }
     if group == 1:  # as Triton specialises it
         constants["group"] = 1
-    if kernel in ("dkv", "joint"):
+    if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
-    if kernel in ("dq", "dkv"):
+    if kernel != "forward":
         constants["GROUPS"] = config.groups
-    if kernel == "dq":
-        constants["CONDITIONAL"] = conditional
-    groups = config.groups + (kernel == "joint")
-    options = {"num_warps": 4, "maxnreg": hopper_run.START_REGISTERS[groups]}
+    options = {"num_warps": 4, "maxnreg": hopper_run.START_REGISTERS[config.groups]}
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options, RESULTS if single_results else ())
 
 
@@ -193,12 +175,6 @@ def one_usage(kernel, head_dim):
     function = {"merge": merge.merge_kernel, "sum": merge.sum_kernel}[kernel]
     constants = {"D": head_dim, "ALIGNED": 8} | parts.block_sizes(head_dim)
     return compiled_usage(ASTSource, function, constants, 2, {"num_warps": parts.WARPS})
-
-
-def fixed_usage(kernel, head_dim):
-    function = getattr(fixed_point, f"{kernel}_kernel")
-    constants = fixed_point.sizes(head_dim) | ({"BITS": 30} if kernel == "resolution" else {})
-    return compiled_usage(ASTSource, function, constants, 2, {})
 
 
 def compiled_usage(source, function, constants, size, options, single=()):
@@ -233,7 +209,6 @@ def compiled_usage(source, function, constants, size, options, single=()):
         "single_loads": len(re.findall(r"ld\.global\S*\.b16", compiled.asm["ptx"])),
         "narrow_stores": len(re.findall(r"\bSTG\.E(?!\.128)", code)),
         "tensor_copies": "cp.async.bulk.tensor" in compiled.asm["ptx"],
-        "additions": len(re.findall(r"cp\.reduce\.async\.bulk\.tensor\S*\.add\b", compiled.asm["ptx"])),
         "memory_order": sass.memory_order(code),
         "loops": [
             {
@@ -253,12 +228,6 @@ if __name__ == "__main__":
     for arguments in json.loads(sys.argv[1]):
         name, *rest = arguments
         family, _, kernel = name.rpartition(" ")
-        families = {
-            "hopper": hopper_usage,
-            "hopper block": hopper_block_usage,
-            "block": block_usage,
-            "one": one_usage,
-            "fixed": fixed_usage,
-        }
+        families = {"hopper": hopper_usage, "hopper block": hopper_block_usage, "block": block_usage, "one": one_usage}
         used = families.get(family, usage)(kernel, *rest)
         print(json.dumps({"arguments": arguments} | used), flush=True)

@@ -143,10 +143,8 @@ def test_kernels_are_launched_on_the_stream_of_their_tensors(monkeypatch):
     assert kernel.streams == ["stream of 1"]
 
 
-@pytest.mark.parametrize(
-    ("package", "which"),
-    [(package, which) for package in ("hopper", "triton") for which in ("forward", "dq", "dkv")] + [("hopper", "joint")],
-)
+@pytest.mark.parametrize("package", ["hopper", "triton"])
+@pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
 @pytest.mark.parametrize("queries", [200, 7])
 def test_arguments_of_calls_have_the_places_of_parameters(package, which, queries, monkeypatch):
     """By the names that kernels give them. With 7 queries, parts of dk and dv are added up at the end."""
@@ -155,12 +153,11 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
 
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     problem = Problem(Dilated([64, 128], [1, 2]), False, 2, queries, 200, 6, 3, None, None)
-    todo = work(problem, block=64, by_keys=which in ("dkv", "joint"), device=torch.device("cpu"))
+    todo = work(problem, block=64, by_keys=which == "dkv", device=torch.device("cpu"))
     read = ("q", "k", "v") if which == "forward" else ("q", "k", "v", "dout")
     strides = tuple((1000 * i + 3, 1000 * i + 2, 1000 * i + 1, 1) for i in range(1, len(read) + 1))
     if package == "hopper":
-        more = (True,) if which == "dq" else ()
-        attend, add_parts = getattr(hopper, f"_{which}_calls")(todo, 64, strides, 0.25, hopper.configs(64).dq, *more)
+        attend, add_parts = getattr(hopper, f"_{which}_calls")(todo, 64, strides, 0.25, hopper.configs(64).dq)
     else:
         how = portable.Tiles(64, strides, portable.SUM, scale=0.25)
         attend, add_parts = (), getattr(portable, f"{which}_calls")(todo, how)
@@ -235,39 +232,3 @@ def test_three_groups_where_they_waste_little(pattern, head_dim, groups, options
     fields = {"is_causal": False, "lengths": None, "cu_seqlens": None} | options
     problem = Problem(pattern, batch=1, queries=n, keys=n, heads=16, key_heads=16, **fields)
     assert tuple(backward_config(problem, head_dim, by_keys=by_keys).groups for by_keys in (False, True)) == groups
-
-
-def test_tensors_of_all_gradients_at_once(monkeypatch):
-    """By the names that kernels give them; dq apart comes last, on condition, and writes the same result."""
-    from dilated_attention_pytorch.backends.hopper import run as hopper
-
-    launched: list[tuple[str, dict[str, torch.Tensor]]] = []
-
-    def note(calls, tensors):
-        for call in calls:
-            names = call.kernel.arg_names
-            assert names[len(tensors)] == "TABLE"
-            launched.append((call.kernel.__name__, dict(zip(names, tensors, strict=False))))
-            assert call.constants.get("CONDITIONAL", True)
-
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(hopper, "with_scratch", lambda call, programs, device: call())
-    monkeypatch.setattr(hopper, "launch", note)
-    problem = Problem(Dilated([64, 128], [1, 2]), False, 2, 200, 200, 4, 2, None, None)
-    q, dout = torch.randn(2, 2, 200, 4, 48).unbind(0)
-    k, v = torch.randn(2, 2, 200, 2, 48).unbind(0)
-    lse, delta = torch.randn(2, 2, 4, 200).unbind(0)
-    config = hopper.configs(48).joint
-    dq, dk, dv = hopper.joint(problem, dout, q, k, v, lse, delta, scale=0.25, config=config)
-    assert torch.equal(dq, torch.zeros_like(dq)), "nothing was counted"
-    assert [name for name, _ in launched] == 2 * ["joint_kernel"] + 2 * ["dq_kernel"]
-    for name, tensors in launched:
-        same = {"Q": q, "K": k, "V": v, "DOUT": dout, "LSE": lse, "DELTA": delta}
-        same |= {"DK": dk, "DV": dv} if name == "joint_kernel" else {"DQ": dq}
-        assert all(tensors[x] is same[x] for x in same)
-        if name == "joint_kernel":
-            assert tensors["COUNTS"].shape == (2, 4, 200, 48)
-            assert tensors["COUNTS"].dtype == torch.int32
-            assert tensors["RESOLUTION"].shape == lse.shape
-        else:
-            assert tensors["WANTED"].tolist() == [0]

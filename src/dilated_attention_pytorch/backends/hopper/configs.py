@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
 from dilated_attention_pytorch.problem import Problem
 
@@ -36,28 +36,15 @@ class Configs:
     # Three groups, where tiles are long enough, see backward_config.
     long_dq: Config | None = None
     long_dkv: Config | None = None
-    # All gradients in one kernel, see joint_config.
-    joint: Config | None = None
 
 
 # By the head size, up to this one.
 TABLE = {
     32: Configs(Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2, overlap=True)),
     48: Configs(
-        Config(128, 6, 1),
-        Config(64, 8, 2),
-        Config(64, 8, 2),
-        long_dq=Config(64, 8, 1, groups=3),
-        long_dkv=Config(64, 8, 1, groups=3),
-        joint=Config(64, 4, 1),
+        Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2), Config(64, 8, 1, groups=3), Config(64, 8, 1, groups=3)
     ),
-    64: Configs(
-        Config(128, 6, 1),
-        Config(64, 8, 2),
-        Config(64, 8, 2, overlap=True),
-        long_dq=Config(64, 8, 1, groups=3),
-        joint=Config(64, 4, 0),
-    ),
+    64: Configs(Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2, overlap=True), long_dq=Config(64, 8, 1, groups=3)),
     96: Configs(Config(128, 3, 0), Config(64, 5, 1), Config(64, 4, 1)),
     128: Configs(Config(128, 3, 0), Config(64, 5, 1), Config(64, 4, 0)),
 }
@@ -80,27 +67,6 @@ def backward_config(problem: Problem, head_dim: int, *, by_keys: bool) -> Config
     return long if long and _is_long(problem, by_keys) else short
 
 
-# Query-key pairs of all heads from which all gradients at once are faster: not yet, see docs/kernels.md, version 11. A first
-# form of the kernel is, by 10 to 17 %; what is here has not run on a GPU.
-_JOINT_FROM_PAIRS = math.inf
-
-
-def joint_config(problem: Problem, head_dim: int) -> Config | None:
-    """How all gradients at once are cut for a problem; none where dq and dk, dv apart are faster, or rows may be anything."""
-    return configs(head_dim).joint if _fits_joint(problem) else None
-
-
-@lru_cache(maxsize=256)
-def _fits_joint(problem: Problem) -> bool:
-    if problem.is_causal or problem.lengths is not None or problem.cu_seqlens is not None:
-        return False
-    pairs = 0
-    for span, plan in problem.plans():
-        heads = (span.samples.stop - span.samples.start) * (problem.heads // problem.key_heads)
-        pairs += heads * sum(f.tiles * len(f.key_heads) * f.q_rows * f.k_rows for f in plan.families)
-    return pairs >= _JOINT_FROM_PAIRS
-
-
 @lru_cache(maxsize=256)
 def _is_long(problem: Problem, by_keys: bool) -> bool:
     """Whether items of 192 rows compute hardly more than items of 128. Where tiles are short or causal they compute more.
@@ -120,8 +86,8 @@ def _is_long(problem: Problem, by_keys: bool) -> bool:
             for f in plan.families:
                 rows, others = (f.k_rows, f.q_rows) if by_keys else (f.q_rows, f.k_rows)
                 tiles = (span.samples.stop - span.samples.start) * f.tiles * len(f.key_heads) * heads
-                items[f.branch] += tiles * math.ceil(rows / item_rows)
-                pairs[f.branch] += tiles * math.ceil(rows / item_rows) * item_rows * others
-        return sum(math.ceil(items[b] / _MULTIPROCESSORS) * pairs[b] / items[b] for b in items)
+                items[f.branch] += tiles * ceil(rows / item_rows)
+                pairs[f.branch] += tiles * ceil(rows / item_rows) * item_rows * others
+        return sum(ceil(items[b] / _MULTIPROCESSORS) * pairs[b] / items[b] for b in items)
 
     return not problem.is_causal and time(192) <= _MOST_WASTE * time(128)

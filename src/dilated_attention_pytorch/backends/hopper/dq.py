@@ -273,9 +273,7 @@ def _compute_dq(
 def dq_kernel(
     Q, K, V, DOUT, LSE, DELTA,
     PART_DQ,  # (rows, D) float32, columns as store_part leaves them
-    DQ,
-    WANTED,  # (1,) int32: if CONDITIONAL, nothing is done unless it is 1
-    TABLE, LAYOUT, OFFSETS, families, items,
+    DQ, TABLE, LAYOUT, OFFSETS, families, items,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     dout_stride_b, dout_stride_n, dout_stride_h,
     N, H, G, group, parts, scale_log2, scale,
@@ -283,7 +281,6 @@ def dq_kernel(
     HELD: gl.constexpr,  # how many of q and dout stay in registers
     PARTS: gl.constexpr,  # at most so many parts are added to each result, a power of 2; or none
     GROUPS: gl.constexpr,  # of four warps: 64 query rows each
-    CONDITIONAL: gl.constexpr,
 ):  # fmt: skip
     """dq of the items of a table: ``scale * sum_j p_ij (dp_ij - delta_i) k_j``."""
     dtype: gl.constexpr = Q.dtype.element_ty
@@ -315,8 +312,6 @@ def dq_kernel(
     statistics = LSE, DELTA
     tables = TABLE, LAYOUT, OFFSETS
     sizes = N, H, G, parts
-    if CONDITIONAL:
-        items = items * gl.load(WANTED)
     if GROUPS == 2:
         gl.warp_specialize([
             (_compute_dq, (gl.constexpr(0), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, GROUPS)),

@@ -11,14 +11,13 @@ import torch
 import triton
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.hopper.configs import Config, backward_config, configs, joint_config
+from dilated_attention_pytorch.backends.hopper.configs import Config, backward_config, configs
 from dilated_attention_pytorch.backends.hopper.dkv import dkv_kernel
 from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
-from dilated_attention_pytorch.backends.hopper.joint import joint_kernel
 from dilated_attention_pytorch.backends.hopper.pieces import PART_FACTS, in_fours
 from dilated_attention_pytorch.backends.triton import configs as portable
-from dilated_attention_pytorch.backends.triton import fixed_point, run
+from dilated_attention_pytorch.backends.triton import run
 from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
 from dilated_attention_pytorch.backends.triton.tables import Launch, Work, work
 from dilated_attention_pytorch.problem import Problem
@@ -77,11 +76,10 @@ def launch_persistent(
         with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, constants), programs, tensors[0].device)
 
 
-def _launch(calls: _Calls, tensors: tuple[Tensor, ...], lse: Tensor, *more: Tensor) -> None:
-    """Launches that attend, with ``more`` tensors, then those that only add up parts, which do not read what they take as
-    seed and positions."""
+def _launch(calls: _Calls, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
+    """Launches that attend, then those that only add up parts, which do not read what they take as seed and positions."""
     attend, add_parts = calls
-    with_scratch(lambda: launch(attend, (*tensors, *more)), sum(call.programs for call in attend), lse.device)
+    with_scratch(lambda: launch(attend, tensors), sum(call.programs for call in attend), lse.device)
     if add_parts:
         launch(add_parts, (*tensors, lse, lse))
 
@@ -130,7 +128,7 @@ def _calls(
             tables = one.table, todo.layout, todo.offsets
             # Those that add parts begin before the one before is done, and wait there. The first reads what others wrote.
             early = bool(attend) and one.children > 0
-            all_constants = {**_table_constants(config, head_dim, one), **mode, "launch_pdl": early}
+            all_constants = {**mode, **_table_constants(config, head_dim, one), "launch_pdl": early}
             attend.append(Call(kernel, programs, tables, (*counts, *run.row_strides(strides), *numbers), all_constants))
     portable_calls = sums(todo, run.Tiles(head_dim, strides, run.SUM, in_fours=in_fours(head_dim)))
     add_parts = (call for one, call in zip(todo.launches, portable_calls, strict=True) if not one.attends)
@@ -146,35 +144,25 @@ def _forward_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, c
     return _calls(forward_kernel, run.forward_calls, todo, head_dim, strides, config, numbers, BLOCK_N=config.block)
 
 
-def _dq_calls(
-    todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config, conditional: bool
-) -> _Calls:  # fmt: skip
+def _dq_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
     problem = todo.problem
     numbers = (
         problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
         scale * run.LOG2_E, scale,
     )  # fmt: skip
-    mode = {"BLOCK_N": config.block, "GROUPS": config.groups, "CONDITIONAL": conditional}
-    return _calls(dq_kernel, run.dq_calls, todo, head_dim, strides, config, numbers, **mode)
-
-
-def _dkv_numbers(todo: Work, scale: float) -> tuple[float, ...]:
-    problem = todo.problem
-    return (
-        problem.queries, problem.keys, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        scale * run.LOG2_E, scale,
-    )  # fmt: skip
+    return _calls(
+        dq_kernel, run.dq_calls, todo, head_dim, strides, config, numbers, BLOCK_N=config.block, GROUPS=config.groups
+    )
 
 
 def _dkv_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
+    problem = todo.problem
+    numbers = (
+        problem.queries, problem.keys, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
+        scale * run.LOG2_E, scale,
+    )  # fmt: skip
     mode = {"BLOCK_M": config.block, "OVERLAP": config.overlap, "GROUPS": config.groups}
-    return _calls(dkv_kernel, run.dkv_calls, todo, head_dim, strides, config, _dkv_numbers(todo, scale), **mode)
-
-
-def _joint_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
-    # The third group adds up dq.
-    mode = {"BLOCK_M": config.block, "OVERLAP": config.overlap, "maxnreg": START_REGISTERS[config.groups + 1]}
-    return _calls(joint_kernel, run.dkv_calls, todo, head_dim, strides, config, _dkv_numbers(todo, scale), **mode)
+    return _calls(dkv_kernel, run.dkv_calls, todo, head_dim, strides, config, numbers, **mode)
 
 
 def scaled_query(query: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -218,15 +206,13 @@ def dq(
     scale: float,
     result: Tensor | None = None,
     config: Config | None = None,
-    wanted: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the queries given ``delta``, written to ``result`` if that is given; nothing unless ``wanted`` is 1."""
+    """The gradient of the queries given ``delta``, written to ``result`` if that is given."""
     chosen = config or backward_config(problem, query.shape[-1], by_keys=False)
     todo = work(problem, block=chosen.item_rows, by_keys=False, device=query.device)
     tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo, result))
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
-    calls = todo.once(_dq_calls, query.shape[-1], strides, scale, chosen, wanted is not None)
-    _launch(calls, tensors, lse, lse if wanted is None else wanted)
+    _launch(todo.once(_dq_calls, query.shape[-1], strides, scale, chosen), tensors, lse)
     return tensors[-1]
 
 
@@ -252,39 +238,6 @@ def dkv(
     return tensors[-2:]
 
 
-def joint(
-    problem: Problem,
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    *,
-    scale: float,
-    config: Config,
-    grads: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All gradients given ``delta``, written to ``grads`` if these are given. No launch may be one that only adds up parts."""
-    tensors = query, key, value, dout, lse, delta
-    strides = query.stride(), key.stride(), value.stride(), dout.stride()
-    todo = work(problem, block=config.item_rows, by_keys=True, device=query.device)
-    resolution, unfit = fixed_point.resolution(dout, key, value, delta)
-    counts = torch.zeros(
-        (problem.batch, problem.heads, problem.queries, query.shape[-1]), dtype=torch.int32, device=query.device
-    )
-    buffers = run.dkv_buffers(key, value, todo, grads and grads[1:])
-    calls = todo.once(_joint_calls, query.shape[-1], strides, scale, config)
-    _launch(calls, (*tensors, *buffers), lse, counts, resolution)
-    dk, dv = buffers[-2:]
-    del buffers  # with their parts, before those of dq exist
-    by_query = torch.empty(query.shape, dtype=query.dtype, device=query.device) if grads is None else grads[0]
-    fixed_point.finish(counts, resolution, unfit, scale, by_query)
-    del counts
-    dq(problem, dout, query, key, value, lse, delta, scale=scale, result=by_query, wanted=unfit)
-    return by_query, dk, dv
-
-
 def _gradients(
     problem: Problem,
     dout: Tensor,
@@ -298,9 +251,6 @@ def _gradients(
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tensors = *map(aligned, (dout, query, key, value)), lse, delta
-    config = joint_config(problem, query.shape[-1])
-    if config and all(one.attends for one in work(problem, block=128, by_keys=False, device=query.device).launches):
-        return joint(problem, *tensors, scale=scale, config=config, grads=grads)
     by_query, by_key = (None, None) if grads is None else (grads[0], grads[1:])
     return dq(problem, *tensors, scale=scale, result=by_query), *dkv(problem, *tensors, scale=scale, results=by_key)
 
