@@ -15,7 +15,6 @@ from dilated_attention_pytorch.backends.hopper.configs import Config, backward_c
 from dilated_attention_pytorch.backends.hopper.dkv import dkv_kernel
 from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
-from dilated_attention_pytorch.backends.hopper.joint import joint_kernel
 from dilated_attention_pytorch.backends.hopper.pieces import PART_FACTS, in_fours
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
@@ -77,11 +76,10 @@ def launch_persistent(
         with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, constants), programs, tensors[0].device)
 
 
-def _launch(calls: _Calls, tensors: tuple[Tensor, ...], lse: Tensor, *more: Tensor) -> None:
-    """Launches that attend, with ``more`` tensors, then those that only add up parts, which do not read what they take as
-    seed and positions."""
+def _launch(calls: _Calls, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
+    """Launches that attend, then those that only add up parts, which do not read what they take as seed and positions."""
     attend, add_parts = calls
-    with_scratch(lambda: launch(attend, (*tensors, *more)), sum(call.programs for call in attend), lse.device)
+    with_scratch(lambda: launch(attend, tensors), sum(call.programs for call in attend), lse.device)
     if add_parts:
         launch(add_parts, (*tensors, lse, lse))
 
@@ -123,22 +121,14 @@ def _calls(
 ) -> _Calls:
     """The launches that attend, and those that only add up parts, which are ``sums`` of the portable kernels."""
     attend: list[Call] = []
-    for index, one in enumerate(todo.launches):
+    for one in todo.launches:
         if one.attends:
             programs = min(one.programs, _multiprocessors(one.table.device))
-            counts = (
-                one.table.shape[0],
-                one.programs,
-                *(
-                    (index, todo.problem.batch * todo.problem.heads * todo.problem.queries)
-                    if kernel is joint_kernel
-                    else ()
-                ),
-            )
+            counts = one.table.shape[0], one.programs
             tables = one.table, todo.layout, todo.offsets
             # Those that add parts begin before the one before is done, and wait there. The first reads what others wrote.
             early = bool(attend) and one.children > 0
-            all_constants = {**_table_constants(config, head_dim, one), **mode, "launch_pdl": early}
+            all_constants = {**mode, **_table_constants(config, head_dim, one), "launch_pdl": early}
             attend.append(Call(kernel, programs, tables, (*counts, *run.row_strides(strides), *numbers), all_constants))
     portable_calls = sums(todo, run.Tiles(head_dim, strides, run.SUM, in_fours=in_fours(head_dim)))
     add_parts = (call for one, call in zip(todo.launches, portable_calls, strict=True) if not one.attends)
@@ -173,47 +163,6 @@ def _dkv_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, confi
     )  # fmt: skip
     mode = {"BLOCK_M": config.block, "OVERLAP": config.overlap, "GROUPS": config.groups}
     return _calls(dkv_kernel, run.dkv_calls, todo, head_dim, strides, config, numbers, **mode)
-
-
-def _joint_calls(
-    todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config, ordered: bool
-) -> _Calls:  # fmt: skip
-    problem = todo.problem
-    numbers = (
-        problem.queries, problem.keys, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        scale * run.LOG2_E, scale,
-    )  # fmt: skip
-    # The third group multiplies for dq.
-    mode = {"BLOCK_M": config.block, "OVERLAP": config.overlap, "maxnreg": START_REGISTERS[3], "ORDERED": ordered}
-    return _calls(joint_kernel, run.dkv_calls, todo, head_dim, strides, config, numbers, **mode)
-
-
-def joint(
-    problem: Problem,
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    *,
-    scale: float,
-    config: Config,
-    ordered: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq without ``scale``, (B, H, N, D) float32, dk and dv."""
-    todo = work(problem, block=config.item_rows, by_keys=True, device=query.device)
-    rows, launches = problem.batch * problem.heads * problem.queries, len(todo.launches)
-    sums = torch.zeros(
-        (problem.batch, problem.heads, problem.queries, query.shape[-1]), dtype=torch.float32, device=query.device
-    )
-    counters = rows * len(problem.pattern.branches)
-    turns = torch.zeros(counters + launches, dtype=torch.int32, device=query.device)
-    tensors = (query, key, value, dout, lse, delta, *run.dkv_buffers(key, value, todo, None))
-    strides = query.stride(), key.stride(), value.stride(), dout.stride()
-    calls = todo.once(_joint_calls, query.shape[-1], strides, scale, config, ordered)
-    _launch(calls, tensors, lse, sums, turns, turns[counters:])
-    return sums, *tensors[-2:]
 
 
 def scaled_query(query: Tensor, scale: float) -> tuple[Tensor, float]:
