@@ -2,11 +2,11 @@
 
     PYTHONPATH=src python3 benchmarks/variants_gpu.py 'forward|D=64,block dkv|random 0.1 D=64' src ../other/src [--out FILE]
 
-Jobs are a kernel (forward, dq, dkv, joint; apart is dq and dkv) and one of SETTINGS, or with ``block`` before it one of
-those of blocks_gpu.py; the first tree is what the others are compared with. A turn is ``--seconds`` of calls that are not
-counted and as many that are: in turns of a tenth of a second the clock is still falling, and differences of 10 % look
-like 2. ``differs`` compares the sums of all results, to see that they agree. Where the tensors lie in memory makes up to
-3 %, and that differs from process to process: smaller gains need several runs.
+Jobs are a kernel (forward, dq, dkv) and one of SETTINGS, or with ``block`` before it one of those of blocks_gpu.py; the
+first tree is what the others are compared with. A turn is ``--seconds`` of calls that are not counted and as many that are:
+in turns of a tenth of a second the clock is still falling, and differences of 10 % look like 2. ``differs`` compares the
+sums of all results, to see that they agree. Where the tensors lie in memory makes up to 3 %, and that differs from process
+to process: smaller gains need several runs.
 """
 
 from __future__ import annotations
