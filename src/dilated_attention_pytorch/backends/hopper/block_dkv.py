@@ -39,7 +39,6 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     store_rows,
 )
 from dilated_attention_pytorch.backends.hopper.products import hold, no_sums, whole_rows
-from dilated_attention_pytorch.backends.triton.primitives import LAST
 
 
 @gluon.jit
@@ -182,8 +181,8 @@ def _compute_dkv(
             # Right for blocks of the first and of the last entry: others are not masked.
             if count > 0:
                 dk, dv, k, v, counter = dkv_of_head(
-                    which, k, v, dk, dv, 0, count * EACH, clear, whole, EACH, from_first, from_last, length, LAST, False, CAUSAL, counter,
-                    scale_log2, columns, m, none, smem[2:], bars[2:6], (), D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S, 2, False,
+                    k, v, dk, dv, 0, count * EACH, clear, whole, EACH, from_first, from_last, length, CAUSAL, counter,
+                    scale_log2, columns, m, none, smem[2:], bars[2:6], D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S,
                 )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1

@@ -1,5 +1,4 @@
-"""The backward kernel for Hopper by key rows: dk and dv. See pieces.py for how the work is shared out, dq.py for why two, and
-joint.py for one that adds up dq as well, which has the same groups and the same producer (JOINT)."""
+"""The backward kernel for Hopper by key rows: dk and dv. See pieces.py for how the work is shared out, dq.py for why two."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     GROUP_ROWS,
     K_ROWS,
     PLACE,
-    Q_AT,
     Q_ROWS,
     STRIDE,
     address,
@@ -78,8 +76,8 @@ def _load_unit(
     """Ask for an item's keys and values, if this is its first unit, then for rows of q and dout, and their statistics."""
     if member == 0:
         load_kv(kv_at, kv_steps, first, k_rows, number, smem, bars, D, BLOCK_D, GROUPS)
-    q_smem, dout_smem, lse_smem, delta_smem = smem[2:]
-    q_full, dout_full, row_full, empty = bars[2:6]
+    _, _, q_smem, dout_smem, lse_smem, delta_smem = smem
+    _, _, q_full, dout_full, row_full, empty, _, _, _ = bars
     q_desc = row_descriptor(q_at, q_rows, steps[0], D, BLOCK_M, BLOCK_D)
     dout_desc = row_descriptor(dout_at, q_rows, steps[1], D, BLOCK_M, BLOCK_D)
     for block in range(begin_block, blocks):
@@ -106,12 +104,11 @@ def query_blocks(first, q_rows, causal, BLOCK_M: gl.constexpr, GROUPS: gl.conste
 
 
 @gluon.jit
-def produce_dkv(
+def _produce_dkv(
     tensors, statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    PARTS: gl.constexpr, GROUPS: gl.constexpr, JOINT: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Find items, leave what the groups have to know of them, and load their rows."""
     Q, K, V, DOUT = tensors
     LSE, DELTA = statistics
     N, M, H, G, parts = sizes
@@ -135,8 +132,6 @@ def produce_dkv(
         leave(facts, slot, CAUSAL, causal)
         leave(facts, slot, PLACE, result)
         leave(facts, slot, STRIDE, stride)
-        if JOINT:  # where the statistics of its query rows begin
-            leave(facts, slot, Q_AT, (sample.to(gl.int64) * H + heads[1] * group) * N + starts[0])
         if PARTS > 0:
             leave_parts(facts, slot, row, starts[1], first, stride, found)
         mbarrier.arrive(facts_full.index(slot), count=1)
@@ -173,33 +168,21 @@ def produce_dkv(
 
 
 @gluon.jit
-def _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, keys, causal):
-    """The weights of the first ``keys`` keys by query rows."""
+def _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal):
+    """The weights of keys by query rows. Keys behind the end have any: their rows of dk and dv are not stored."""
     p = gl.exp2(s * scale_log2 - lse2[None, :])
     if masked:
-        seen = gl.where(rows < q_rows, gl.where(causal, rows + 1, keys), 0)
+        seen = gl.where(rows < q_rows, gl.where(causal, rows + 1, LAST), 0)
         p = gl.where(columns[:, None] < seen[None, :], p, 0.0)
     return p
 
 
 @gluon.jit
-def _hand_over(ds, which: gl.constexpr, counter, handed, GROUPS: gl.constexpr):
-    """Leave the gradients of a block's scores, keys by queries, to the group that adds up dq."""
-    ds_smem, full, empty = handed
-    PLACES: gl.constexpr = ds_smem.shape[0] // GROUPS
-    place = counter % PLACES
-    mbarrier.wait(empty.index(place), (counter // PLACES & 1) ^ 1)
-    ds_smem.index(place * GROUPS + which).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(full.index(place), count=1)
-
-
-@gluon.jit
 def dkv_of_head(
-    which: gl.constexpr, k, v, dk, dv, from_block, blocks, clear, whole, edge, near, far, q_rows, keys, ragged, causal, counter, scale_log2,
-    columns, m, none, smem, bars, handed,
+    k, v, dk, dv, from_block, blocks, clear, whole, edge, near, far, q_rows, causal, counter, scale_log2, columns, m, none,
+    smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    OVERLAP: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, JOINT: gl.constexpr,
+    OVERLAP: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv what blocks of query rows of one head give, for the keys of one group.
 
@@ -223,7 +206,7 @@ def dkv_of_head(
         mbarrier.wait(dout_full.index(stage), phase)
         dp = start_scores(v, dout_smem.index(stage), none, D)
         rows = gl.where(block < edge, near, far) + block * BLOCK_M + m
-        masked = (block < clear) | (block >= whole) | ragged
+        masked = (block < clear) | (block >= whole)
         if OVERLAP:
             last_p, last_ds = p, ds
             dv = start_sums(last_p, dout_smem.index(last), dv, D)
@@ -233,12 +216,9 @@ def dkv_of_head(
             mbarrier.wait(row_full.index(stage), phase)
             lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
             delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
-            weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, keys, causal)
+            weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal)
             p = as_weights(weights, dtype, D, BLOCK_D)
-            rounded = (weights * (dp - delta[None, :])).to(dtype)
-            ds = as_weights(rounded, dtype, D, BLOCK_D)
-            if JOINT:
-                _hand_over(rounded, which, counter, handed, GROUPS)
+            ds = as_weights(weights * (dp - delta[None, :]), dtype, D, BLOCK_D)
             dv, dk = wait_both_sums(dv, last_p, dk, last_ds, D, BLOCK_D)
             mbarrier.arrive(empty.index(last), count=1, pred=block > from_block)
             last = stage
@@ -246,16 +226,13 @@ def dkv_of_head(
             mbarrier.wait(row_full.index(stage), phase)
             s, k = wait_scores(1, s, k, D, BLOCK_D, HELD >= 1)
             lse2 = lse_smem.index(stage).load(gl.SliceLayout(0, S)) * LOG2_E
-            weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, keys, causal)
+            weights = _weights(s, lse2, scale_log2, rows, columns, masked, q_rows, causal)
             p = as_weights(weights, dtype, D, BLOCK_D)
             dv = start_sums(p, dout_smem.index(stage), dv, D)
             dp, v = wait_scores(1, dp, v, D, BLOCK_D, HELD >= 2)
             delta = delta_smem.index(stage).load(gl.SliceLayout(0, S))
-            rounded = (weights * (dp - delta[None, :])).to(dtype)
-            ds = as_weights(rounded, dtype, D, BLOCK_D)
+            ds = as_weights(weights * (dp - delta[None, :]), dtype, D, BLOCK_D)
             dk = start_sums(ds, q_smem.index(stage), dk, D)
-            if JOINT:
-                _hand_over(rounded, which, counter, handed, GROUPS)
             dv, dk = wait_both_sums(dv, p, dk, ds, D, BLOCK_D)
             mbarrier.arrive(empty.index(stage), count=1)
         counter += 1
@@ -268,12 +245,11 @@ def dkv_of_head(
 
 
 @gluon.jit
-def compute_dkv(
-    which: gl.constexpr, results, items, group, G, scale_log2, scale, smem, facts, bars, handed,
+def _compute_dkv(
+    which: gl.constexpr, results, items, group, G, scale_log2, scale, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    HELD: gl.constexpr, OVERLAP: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr, JOINT: gl.constexpr,
+    HELD: gl.constexpr, OVERLAP: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one group's rows of all items."""
     PART_DK, PART_DV, DK, DV = results
     k_smem, v_smem = smem[:2]
     rows_full, rows_empty = bars[:2]
@@ -302,8 +278,8 @@ def compute_dkv(
         dv = no_sums(D, BLOCK_D)
         for _member in range(group):
             dk, dv, k, v, counter = dkv_of_head(
-                which, k, v, dk, dv, from_block, blocks, clear, whole, 0, 0, 0, q_rows, LAST, False, causal, counter, scale_log2,
-                columns, m, none, smem[2:], bars[2:6], handed, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S, GROUPS, JOINT,
+                k, v, dk, dv, from_block, blocks, clear, whole, 0, 0, 0, q_rows, causal, counter, scale_log2,
+                columns, m, none, smem[2:], bars[2:6], D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S,
             )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
@@ -331,34 +307,6 @@ def compute_dkv(
         mbarrier.arrive(facts_empty.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
 
 
-@gluon.jit
-def allocate_dkv(
-    dtype: gl.constexpr, GROUPS: gl.constexpr, OTHERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-):  # fmt: skip
-    """Shared memory and barriers; ``OTHERS`` that read the keys and the facts of an item beside the groups."""
-    smem = (
-        allocate_rows(dtype, GROUPS, 64, BLOCK_D),
-        allocate_rows(dtype, GROUPS, 64, BLOCK_D),
-        allocate_rows(dtype, STAGES, BLOCK_M, BLOCK_D),
-        allocate_rows(dtype, STAGES, BLOCK_M, BLOCK_D),
-        allocate_numbers(STAGES, BLOCK_M),
-        allocate_numbers(STAGES, BLOCK_M),
-    )
-    bars = (
-        allocate_barriers(GROUPS, 2),
-        allocate_barriers(GROUPS, 1 + OTHERS),
-        allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 32),
-        allocate_barriers(STAGES, GROUPS),
-        allocate_barriers(2, GROUPS),
-        allocate_barriers(2, 1),
-        allocate_barriers(2, GROUPS + OTHERS),
-    )
-    return smem, bars
-
-
 @gluon.jit(do_not_specialize=["families", "items", "N", "M", "H", "G", "parts"])
 def dkv_kernel(
     Q, K, V, DOUT, LSE, DELTA,
@@ -375,7 +323,25 @@ def dkv_kernel(
 ):  # fmt: skip
     """dk and dv of the items of a table, summed over the query rows that see them and the query heads of their group."""
     dtype: gl.constexpr = Q.dtype.element_ty
-    smem, bars = allocate_dkv(dtype, GROUPS, 0, STAGES, BLOCK_M, BLOCK_D)
+    smem = (
+        allocate_rows(dtype, GROUPS, 64, BLOCK_D),
+        allocate_rows(dtype, GROUPS, 64, BLOCK_D),
+        allocate_rows(dtype, STAGES, BLOCK_M, BLOCK_D),
+        allocate_rows(dtype, STAGES, BLOCK_M, BLOCK_D),
+        allocate_numbers(STAGES, BLOCK_M),
+        allocate_numbers(STAGES, BLOCK_M),
+    )
+    bars = (
+        allocate_barriers(GROUPS, 2),
+        allocate_barriers(GROUPS, 1),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, 32),
+        allocate_barriers(STAGES, GROUPS),
+        allocate_barriers(2, GROUPS),
+        allocate_barriers(2, 1),
+        allocate_barriers(2, GROUPS),
+    )
     facts = allocate_facts(PARTS)
     fence_async_shared()
     q_strides = q_stride_b, q_stride_n, q_stride_h
@@ -388,14 +354,14 @@ def dkv_kernel(
     sizes = N, M, H, G, parts
     if GROUPS == 2:
         gl.warp_specialize([
-            (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
-            (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
-            (produce_dkv, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS, False)),
+            (_compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS)),
+            (_compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS)),
+            (_produce_dkv, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
-            (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
-            (compute_dkv, (gl.constexpr(2), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
-            (produce_dkv, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS, False)),
+            (_compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS)),
+            (_compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS)),
+            (_compute_dkv, (gl.constexpr(2), results, items, group, G, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS)),
+            (_produce_dkv, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from dilated_attention_pytorch.backends.hopper.configs import Config, backward_c
 from dilated_attention_pytorch.backends.hopper.dkv import dkv_kernel
 from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
-from dilated_attention_pytorch.backends.hopper.joint import joint_kernel
 from dilated_attention_pytorch.backends.hopper.pieces import PART_FACTS, in_fours
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
@@ -79,11 +76,10 @@ def launch_persistent(
         with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, constants), programs, tensors[0].device)
 
 
-def _launch(calls: _Calls, tensors: tuple[Tensor, ...], lse: Tensor, *more: Tensor) -> None:
-    """Launches that attend, with ``more`` tensors, then those that only add up parts, which do not read what they take as
-    seed and positions."""
+def _launch(calls: _Calls, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
+    """Launches that attend, then those that only add up parts, which do not read what they take as seed and positions."""
     attend, add_parts = calls
-    with_scratch(lambda: launch(attend, (*tensors, *more)), sum(call.programs for call in attend), lse.device)
+    with_scratch(lambda: launch(attend, tensors), sum(call.programs for call in attend), lse.device)
     if add_parts:
         launch(add_parts, (*tensors, lse, lse))
 
@@ -113,19 +109,6 @@ def _table_constants(config: Config, head_dim: int, one: Launch) -> dict[str, An
     return {**constants(config, head_dim), "STAGES": stages(config, head_dim, parts), "FINAL": one.final, "PARTS": parts}
 
 
-def _by_group(one: Launch) -> list[Launch]:
-    """Groups of families may add to the same rows of dq: one launch each, so that they do it in order."""
-    rows = one.table.tolist()
-    ends = [row[0] for row in rows[1:]] + [one.programs]
-    launches = []
-    for _, found in groupby(zip(rows, ends, strict=True), key=lambda x: (x[0][15], x[0][13])):  # branch, causal
-        own = list(found)
-        first = own[0][0][0]
-        table = torch.tensor([[row[0] - first, *row[1:]] for row, _ in own], dtype=torch.int64, device=one.table.device)
-        launches.append(replace(one, table=table, programs=own[-1][1] - first))
-    return launches
-
-
 def _calls(
     kernel: Any,
     sums: Callable[[Work, run.Tiles], tuple[Call, ...]],
@@ -138,25 +121,14 @@ def _calls(
 ) -> _Calls:
     """The launches that attend, and those that only add up parts, which are ``sums`` of the portable kernels."""
     attend: list[Call] = []
-    all_attend = [one for one in todo.launches if one.attends]
-    if kernel is joint_kernel:
-        all_attend = [group for one in all_attend for group in _by_group(one)]
-    for index, one in enumerate(all_attend):
+    for one in todo.launches:
         if one.attends:
             programs = min(one.programs, _multiprocessors(one.table.device))
-            counts = (
-                one.table.shape[0],
-                one.programs,
-                *(
-                    (index, todo.problem.batch * todo.problem.heads * todo.problem.queries)
-                    if kernel is joint_kernel
-                    else ()
-                ),
-            )
+            counts = one.table.shape[0], one.programs
             tables = one.table, todo.layout, todo.offsets
             # Those that add parts begin before the one before is done, and wait there. The first reads what others wrote.
             early = bool(attend) and one.children > 0
-            all_constants = {**_table_constants(config, head_dim, one), **mode, "launch_pdl": early}
+            all_constants = {**mode, **_table_constants(config, head_dim, one), "launch_pdl": early}
             attend.append(Call(kernel, programs, tables, (*counts, *run.row_strides(strides), *numbers), all_constants))
     portable_calls = sums(todo, run.Tiles(head_dim, strides, run.SUM, in_fours=in_fours(head_dim)))
     add_parts = (call for one, call in zip(todo.launches, portable_calls, strict=True) if not one.attends)
@@ -191,47 +163,6 @@ def _dkv_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, confi
     )  # fmt: skip
     mode = {"BLOCK_M": config.block, "OVERLAP": config.overlap, "GROUPS": config.groups}
     return _calls(dkv_kernel, run.dkv_calls, todo, head_dim, strides, config, numbers, **mode)
-
-
-def _joint_calls(
-    todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config, ordered: bool
-) -> _Calls:  # fmt: skip
-    problem = todo.problem
-    numbers = (
-        problem.queries, problem.keys, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        scale * run.LOG2_E, scale,
-    )  # fmt: skip
-    # The third group multiplies for dq.
-    mode = {"BLOCK_M": config.block, "OVERLAP": config.overlap, "maxnreg": START_REGISTERS[3], "ORDERED": ordered}
-    return _calls(joint_kernel, run.dkv_calls, todo, head_dim, strides, config, numbers, **mode)
-
-
-def joint(
-    problem: Problem,
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    *,
-    scale: float,
-    config: Config,
-    ordered: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq without ``scale``, (B, H, N, D) float32, dk and dv."""
-    todo = work(problem, block=config.item_rows, by_keys=True, device=query.device)
-    rows = problem.batch * problem.heads * problem.queries
-    sums = torch.zeros(
-        (problem.batch, problem.heads, problem.queries, query.shape[-1]), dtype=torch.float32, device=query.device
-    )
-    counters = rows * len(problem.pattern.branches)
-    strides = query.stride(), key.stride(), value.stride(), dout.stride()
-    calls = todo.once(_joint_calls, query.shape[-1], strides, scale, config, ordered)
-    turns = torch.zeros(counters + len(calls[0]), dtype=torch.int32, device=query.device)
-    tensors = (query, key, value, dout, lse, delta, *run.dkv_buffers(key, value, todo, None))
-    _launch(calls, tensors, lse, sums, turns, turns[counters:])
-    return sums, *tensors[-2:]
 
 
 def scaled_query(query: Tensor, scale: float) -> tuple[Tensor, float]:
