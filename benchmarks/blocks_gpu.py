@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -30,10 +29,8 @@ from pathlib import Path
 import gpu
 import torch
 import torch._functorch.config
-import triton
 from torch.nn.attention import flex_attention
 
-import dilated_attention_pytorch
 from dilated_attention_pytorch import BlockSparse, SparsePatternConfig, attention
 from dilated_attention_pytorch.backends.triton.block_tables import BlockTable
 from dilated_attention_pytorch.blocks import call as block_call
@@ -237,12 +234,7 @@ def main() -> None:
     chosen = f"--only '{','.join(names)}' --backends {options.backends} --flex {options.flex}"
     report = {
         "command": f"PYTHONPATH=src python3 benchmarks/blocks_gpu.py {chosen}",
-        "gpu": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "library": dilated_attention_pytorch.__version__,
+        **gpu.versions(),
         "rows": [],
     }
     print(HEADER, flush=True)

@@ -68,6 +68,18 @@ SETTINGS = {
 }
 
 
+def versions() -> dict[str, object]:
+    """What a report says of where it was made."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "library": dilated_attention_pytorch.__version__,
+    }
+
+
 def tensors(s: Setting, batch: int = 1, n: int | None = None) -> list[torch.Tensor]:
     shape = (batch, s.n if n is None else n, s.heads, s.head_dim)
     return [torch.randn(shape, device=GPU, dtype=s.dtype).requires_grad_() for _ in range(3)]
@@ -216,12 +228,7 @@ def main() -> None:
     torch.manual_seed(0)
     report = {
         "command": f"PYTHONPATH=src python3 benchmarks/gpu.py --only '{','.join(names)}' --backends {options.backends}",
-        "gpu": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "library": dilated_attention_pytorch.__version__,
+        **versions(),
         "rows": [],
     }
     print(

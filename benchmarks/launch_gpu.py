@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-import triton
-from gpu import SETTINGS, graph_milliseconds, milliseconds, tensors
+from gpu import SETTINGS, graph_milliseconds, milliseconds, tensors, versions
 
 from dilated_attention_pytorch import attention
 from dilated_attention_pytorch.backends.hopper import run as hopper
@@ -68,12 +67,7 @@ def main() -> None:
             launching.launch = hopper.launch = portable.launch = function
             rows.append(measure(name, how))
     if options.out:
-        report = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "rows": rows,
-        }
+        report = {**versions(), "rows": rows}
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

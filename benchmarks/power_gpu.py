@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import triton
-from gpu import GPU, PAPER, WIDE
+from gpu import GPU, PAPER, WIDE, versions
 
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.backends.hopper import run
@@ -111,14 +110,7 @@ def main() -> None:
     rows = [measure("matrix product of 8192", lambda: a @ b, 2 * 8192**3)]
     rows += rows_of(12, 64, PAPER) + rows_of(16, 128, WIDE)
     if options.out:
-        report = {
-            "command": "PYTHONPATH=src python3 benchmarks/power_gpu.py",
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cudnn": torch.backends.cudnn.version(),
-            "rows": rows,
-        }
+        report = {"command": "PYTHONPATH=src python3 benchmarks/power_gpu.py", **versions(), "rows": rows}
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 import blocks_gpu
 import gpu
 import torch
-import triton
 from power_gpu import QUERY
 
 from dilated_attention_pytorch import attention
@@ -77,13 +76,8 @@ def main() -> None:
         for _ in range(2):
             rows += [measure(name, call, 0, 1.2) for name, call in methods.items()]
     if options.out:
-        report = {
-            "command": f"PYTHONPATH=src python3 benchmarks/settle_gpu.py --setting '{options.setting}'",
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "rows": rows,
-        }
+        command = f"PYTHONPATH=src python3 benchmarks/settle_gpu.py --setting '{options.setting}'"
+        report = {"command": command, **gpu.versions(), "rows": rows}
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

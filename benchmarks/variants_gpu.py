@@ -23,9 +23,8 @@ from typing import Any
 
 import blocks_gpu
 import torch
-import triton
 import tune_hopper
-from gpu import GIGAPATH, WIDE, Setting, steady_milliseconds
+from gpu import GIGAPATH, WIDE, Setting, steady_milliseconds, versions
 
 from dilated_attention_pytorch.backends.hopper import block_run, run
 from dilated_attention_pytorch.backends.triton.run import row_delta
@@ -138,8 +137,7 @@ def main() -> None:
     for process in processes:
         process.stdin.close()
     if options.out:
-        versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        options.out.write_text(json.dumps(versions | {"rows": rows}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**versions(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

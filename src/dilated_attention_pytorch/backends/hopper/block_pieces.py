@@ -119,7 +119,10 @@ def load_listed_keys(
     k_desc, v_desc, LIST, count, k_row, begin, end, counter, smem, bars,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """pieces.load_keys for listed keys, of which ``k_row`` is the first row. The next one is looked up ahead of its turn."""
+    """pieces.load_keys for blocks ``begin`` to ``end`` of listed keys, of which ``k_row`` is the first row.
+
+    The next one is looked up ahead of its turn. Returns the blocks so far, and the row of block ``end``.
+    """
     k_smem, v_smem = smem
     k_full, k_empty, v_full, v_empty = bars
     for block in range(begin, end):
