@@ -21,7 +21,6 @@ from gpu import GPU, PAPER, WIDE, versions
 
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.backends.hopper import run
-from dilated_attention_pytorch.backends.triton.run import row_delta
 from dilated_attention_pytorch.plan import compile_plan
 from dilated_attention_pytorch.problem import Problem
 
@@ -94,9 +93,10 @@ def rows_of(heads: int, head_dim: int, pattern: Dilated) -> list[dict]:
         name = f"ours, D = {head_dim}, tiles of {length}"
         rows.append(measure(name, partial(run.forward, one, q, k, v, scale=scale), flops))
     out, lse = run.forward(one, q, k, v, scale=scale)
-    arguments = one, dout, q, k, v, lse, row_delta(dout, out, None)
-    rows.append(measure(f"dq, D = {head_dim}", lambda: run.dq(*arguments, scale=scale), 1.5 * flops))
-    rows.append(measure(f"dk and dv, D = {head_dim}", lambda: run.dkv(*arguments, scale=scale), 2 * flops))
+    lse, delta, shifts = run.row_statistics(dout, out, None, lse, scale=scale)
+    read = one, dout, q, k, v
+    rows.append(measure(f"dq, D = {head_dim}", lambda: run.dq(*read, lse, delta, scale=scale), 1.5 * flops))
+    rows.append(measure(f"dk and dv, D = {head_dim}", lambda: run.dkv(*read, shifts, scale=scale), 2 * flops))
     many, flops = problem(pattern), compile_plan(pattern, TOKENS, heads, is_causal=False).flops(head_dim)
     rows.append(measure(f"ours, D = {head_dim}, five branches", lambda: run.forward(many, q, k, v, scale=scale), flops))
     return rows

@@ -50,12 +50,15 @@ def inputs(s: Setting, n: int) -> list[torch.Tensor]:
     return [torch.randn((1, n, s.heads, s.head_dim), device=GPU, dtype=s.dtype) for _ in range(4)]
 
 
-def call(kernel: str, p: Problem, x: list[torch.Tensor], lse, delta, config: Config | None):
+def call(kernel: str, p: Problem, x: tuple[torch.Tensor, ...], statistics: tuple[torch.Tensor, ...], config: Config | None):
+    """``statistics``: lse, delta and shifts."""
     q, k, v, dout = x
     scale = q.shape[-1] ** -0.5
     if kernel == "forward":
         return run.forward(p, q, k, v, scale=scale, config=config)
-    return getattr(run, kernel)(p, dout, q, k, v, lse, delta, scale=scale, config=config)
+    if kernel == "dq":
+        return run.dq(p, dout, q, k, v, *statistics[:2], scale=scale, config=config)
+    return run.dkv(p, dout, q, k, v, statistics[2], scale=scale, config=config)
 
 
 def outputs(x) -> tuple[torch.Tensor, ...]:
@@ -67,13 +70,13 @@ def compile_one(job) -> None:
     kernel, head_dim, config = job
     s = SETTINGS[f"D={head_dim}"]
     n = 4096
-    statistics = torch.zeros(1, s.heads, n, device=GPU)
+    q, k, v, dout = inputs(s, n)
+    statistics = run.row_statistics(dout, q, None, torch.zeros(1, s.heads, n, device=GPU), scale=1.0)
     if kernel == "portable":
-        q, k, v, dout = inputs(s, n)
         portable.forward(problem(s, n), q, k, v, scale=1.0)
-        portable.portable_gradients(problem(s, n), dout, q, k, v, statistics, statistics, scale=1.0)
+        portable.portable_gradients(problem(s, n), dout, q, k, v, statistics[:2], scale=1.0)
         return
-    call(kernel, problem(s, n), inputs(s, n), statistics, statistics, config)
+    call(kernel, problem(s, n), (q, k, v, dout), statistics, config)
     torch.cuda.synchronize()
 
 
@@ -94,20 +97,20 @@ def main() -> None:
         flops = compile_plan(s.pattern, s.n, s.heads, is_causal=s.causal).flops(s.head_dim)
         rates = dense_rates(s)
         out, lse = portable.forward(p, q, k, v, scale=s.head_dim**-0.5)
-        delta = portable.row_delta(dout, out, None)
-        grads = portable.portable_gradients(p, dout, q, k, v, lse, delta, scale=s.head_dim**-0.5)
+        statistics = run.row_statistics(dout, out, None, lse, scale=s.head_dim**-0.5)
+        grads = portable.portable_gradients(p, dout, q, k, v, statistics[:2], scale=s.head_dim**-0.5)
         expected = {"forward": (out, lse), "dq": grads[:1], "dkv": grads[1:]}
         print(f"{name}: dense forward {flops / rates[0] / 1e9:.2f} ms ({rates[0]:.0f} TFLOP/s), "
               f"backward {2.5 * flops / rates[1] / 1e9:.2f} ms ({rates[1]:.0f} TFLOP/s)")  # fmt: skip
         for (kernel, d), some in candidates.items():
             for config in some if d == s.head_dim else ():
-                got = outputs(call(kernel, p, x, lse, delta, config))
+                got = outputs(call(kernel, p, x, statistics, config))
                 pairs = zip(got, expected[kernel], strict=True)
                 error = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
-                again = [outputs(call(kernel, p, x, lse, delta, config)) for _ in range(20)]
+                again = [outputs(call(kernel, p, x, statistics, config)) for _ in range(20)]
                 same = all(torch.equal(a, b) for other in again for a, b in zip(got, other, strict=True))
                 del again
-                ms = milliseconds(lambda: call(kernel, p, x, lse, delta, config), 9)  # noqa: B023
+                ms = milliseconds(lambda: call(kernel, p, x, statistics, config), 9)  # noqa: B023
                 raw = {"forward": 1.0, "dq": 1.5, "dkv": 2.0}[kernel] * flops / ms / 1e9
                 row = {"setting": name, "kernel": kernel, "config": str(config), "ms": ms, "tflops": raw, "error": error}
                 rows.append(row | {"same_bits": same, "dense_tflops": rates})

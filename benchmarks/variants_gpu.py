@@ -27,7 +27,6 @@ import tune_hopper
 from gpu import GIGAPATH, WIDE, Setting, steady_milliseconds, versions
 
 from dilated_attention_pytorch.backends.hopper import block_run, run
-from dilated_attention_pytorch.backends.triton.run import row_delta
 
 Calls = Callable[[str], Any]  # by the name of a kernel
 SETTINGS = tune_hopper.SETTINGS | {
@@ -41,8 +40,8 @@ def dilated_calls(name: str) -> Calls:
     s = SETTINGS[name]
     problem, x = tune_hopper.problem(s, s.n), tune_hopper.inputs(s, s.n)
     out, lse = run.forward(problem, *x[:3], scale=s.head_dim**-0.5)
-    delta = row_delta(x[3], out, None)
-    return lambda kernel: tune_hopper.call(kernel, problem, x, lse, delta, None)
+    statistics = run.row_statistics(x[3], out, None, lse, scale=s.head_dim**-0.5)
+    return lambda kernel: tune_hopper.call(kernel, problem, x, statistics, None)
 
 
 def block_calls(name: str) -> Calls:
@@ -51,7 +50,7 @@ def block_calls(name: str) -> Calls:
     by_query, by_key = blocks_gpu.tables_of(s.pattern(), x)
     options = {"block_size": blocks_gpu.BLOCK, "is_causal": False, "scale": s.head_dim**-0.5}
     out, lse = block_run.forward(by_query, *x, **options)
-    read, statistics = (*x, dout), (lse, row_delta(dout, out, None))
+    read, statistics = (*x, dout), run.row_statistics(dout, out, None, lse, scale=s.head_dim**-0.5)
     ways = {
         "block forward": lambda: block_run.forward(by_query, *x, **options),
         "block dq": lambda: block_run.dq(by_query, read, statistics, **options),

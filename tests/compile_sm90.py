@@ -3,6 +3,7 @@
     python tests/compile_sm90.py '[["forward", 2, 64, 64, 64, 4, 3]]'     kernel, element size, head size, config
     python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size [, final, group, parts, single]
     python tests/compile_sm90.py '[["hopper long_dq", 64]]'               the same, three groups
+    python tests/compile_sm90.py '[["hopper joint", 64]]'                 the same, all gradients
     python tests/compile_sm90.py '[["block forward", 2, 64, 128]]'        kernel, element size, head size, block size
     python tests/compile_sm90.py '[["hopper block dq", 64, 128, true, 1]]' kernel, head size, block size, causal, group
     python tests/compile_sm90.py '[["one merge", 64]]'                    kernel, head size
@@ -34,6 +35,7 @@ from dilated_attention_pytorch.backends.hopper import configs as hopper_configs
 from dilated_attention_pytorch.backends.hopper import dkv as hopper_dkv
 from dilated_attention_pytorch.backends.hopper import dq as hopper_dq
 from dilated_attention_pytorch.backends.hopper import forward as hopper_forward
+from dilated_attention_pytorch.backends.hopper import joint as hopper_joint
 from dilated_attention_pytorch.backends.hopper import run as hopper_run
 from dilated_attention_pytorch.backends.triton import backward, block_backward, block_forward, forward, merge, parts
 from dilated_attention_pytorch.backends.triton.configs import block_configs, padded
@@ -49,6 +51,7 @@ HOPPER = {
     "forward": hopper_forward.forward_kernel,
     "dq": hopper_dq.dq_kernel,
     "dkv": hopper_dkv.dkv_kernel,
+    "joint": hopper_joint.joint_kernel,
 }
 HOPPER_BLOCKS = {
     "forward": hopper_block_forward.block_forward_kernel,
@@ -69,14 +72,17 @@ FLOAT = (
     "PART_DQ",
     "PART_DK",
     "PART_DV",
+    "SUMS",
 )
 INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED", "ROWS", "STARTS", "ADDRESSES", "ENTRIES", "FIRST")
-SHORT_INTEGER = ("TAKEN", "POSITIONS", "COUNTS", "INDICES")
+SHORT_INTEGER = ("TAKEN", "TURNS", "POSITIONS", "COUNTS", "INDICES")
 
 
 def argument_type(name: str, element: str) -> str:
     if name in HALF:
         return f"*{element}"
+    if name == "SHIFTS":
+        return "*bf16"
     if name in FLOAT:
         return "*fp32"
     if name in INTEGER:
@@ -136,7 +142,7 @@ def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_P
     constants = {
         "D": head_dim,
         "BLOCK_D": padded(head_dim),
-        "BLOCK_M" if kernel == "dkv" else "BLOCK_N": config.block,
+        "BLOCK_M" if kernel in ("dkv", "joint") else "BLOCK_N": config.block,
         "STAGES": hopper_run.stages(config, head_dim, parts),
         "HELD": config.held,
         "FINAL": final,
@@ -146,9 +152,9 @@ def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_P
         constants["group"] = 1
     if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
-    if kernel != "forward":
+    if kernel in ("dq", "dkv"):
         constants["GROUPS"] = config.groups
-    options = {"num_warps": 4, "maxnreg": hopper_run.START_REGISTERS[config.groups]}
+    options = {"num_warps": 4, "maxnreg": hopper_run.constants(config, head_dim)["maxnreg"]}
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options, RESULTS if single_results else ())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -143,8 +143,10 @@ def test_kernels_are_launched_on_the_stream_of_their_tensors(monkeypatch):
     assert kernel.streams == ["stream of 1"]
 
 
-@pytest.mark.parametrize("package", ["hopper", "triton"])
-@pytest.mark.parametrize("which", ["forward", "dq", "dkv"])
+@pytest.mark.parametrize(
+    ("package", "which"),
+    [*product(["hopper", "triton"], ["forward", "dq", "dkv"]), ("hopper", "joint")],
+)
 @pytest.mark.parametrize("queries", [200, 7])
 def test_arguments_of_calls_have_the_places_of_parameters(package, which, queries, monkeypatch):
     """By the names that kernels give them. With 7 queries, parts of dk and dv are added up at the end."""
@@ -153,7 +155,7 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
 
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     problem = Problem(Dilated([64, 128], [1, 2]), False, 2, queries, 200, 6, 3, None, None)
-    todo = work(problem, block=64, by_keys=which == "dkv", device=torch.device("cpu"))
+    todo = work(problem, block=64, by_keys=which in ("dkv", "joint"), device=torch.device("cpu"))
     read = ("q", "k", "v") if which == "forward" else ("q", "k", "v", "dout")
     strides = tuple((1000 * i + 3, 1000 * i + 2, 1000 * i + 1, 1) for i in range(1, len(read) + 1))
     if package == "hopper":
@@ -175,6 +177,8 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
         assert bound["LAYOUT"] is todo.layout
         assert bound["OFFSETS"] is todo.offsets
         numbers = expected | {"families": len(one.table), "items": one.programs}
+        if "number" in names:
+            numbers["number"] = attend.index(call)
         if call in attend or package == "triton":
             numbers["scale_log2"] = pytest.approx(0.25 / math.log(2))
         checked = [name for name in names if name in numbers]
@@ -215,7 +219,7 @@ def test_tables_are_kept_for_the_gpu_that_reads_them(capturing, monkeypatch):
     ("pattern", "head_dim", "groups", "options"),
     [
         (Dilated([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16]), 48, (3, 3), {}),
-        (Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12]), 64, (3, 2), {}),
+        (Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12]), 64, (3, 3), {}),
         (Dilated([2048], [1]), 128, (2, 2), {}),
         (Dilated([256], [1]), 48, (2, 2), {}),  # 2 items of either size
         (Dilated([2048], [1]), 48, (3, 3), {}),
@@ -232,3 +236,32 @@ def test_three_groups_where_they_waste_little(pattern, head_dim, groups, options
     fields = {"is_causal": False, "lengths": None, "cu_seqlens": None} | options
     problem = Problem(pattern, batch=1, queries=n, keys=n, heads=16, key_heads=16, **fields)
     assert tuple(backward_config(problem, head_dim, by_keys=by_keys).groups for by_keys in (False, True)) == groups
+
+
+def test_launches_of_one_branch_each():
+    """Rates 4 and 6 are of one level: their tiles have the same rows of queries."""
+    problem = Problem(Dilated([64, 128, 240], [1, 4, 6]), False, 2, 480, 480, 6, 3, None, None)
+    together, apart = (work(problem, block=64, by_keys=True, device=torch.device("cpu"), apart=x) for x in (False, True))
+    branches = tables.COLUMNS.index("branch")
+    assert [set(one.table[:, branches].tolist()) for one in together.launches] == [{1, 2}, {0}]
+    assert [set(one.table[:, branches].tolist()) for one in apart.launches] == [{2}, {1}, {0}]
+    assert sum(one.programs for one in apart.launches) == sum(one.programs for one in together.launches)
+    assert [one.children for one in apart.launches] == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "at_once", "is_causal"),
+    [
+        (2**17, 48, True, False),
+        (2**17, 64, True, False),
+        (2**17, 64, False, True),
+        (2**17, 128, False, False),
+        (2**13, 64, False, False),
+    ],
+)
+def test_gradients_at_once_where_they_pay(tokens, head_dim, at_once, is_causal):
+    """16 heads with tiles of 2,048: 2**32 pairs, and 2**28."""
+    from dilated_attention_pytorch.backends.hopper.configs import joint_config
+
+    problem = Problem(Dilated([2048], [1]), is_causal, 1, tokens, tokens, 16, 16, None, None)
+    assert (joint_config(problem, head_dim) is not None) is at_once

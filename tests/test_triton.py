@@ -292,3 +292,19 @@ def test_refusals():
     wide = torch.zeros(1, 4, 1, 264, device=DEVICE)
     with pytest.raises(ValueError, match="head sizes up to 256, got 264"):
         attention(wide, wide, wide, Dilated([4], [1]), backend="triton")
+
+
+def test_shifts_are_sums_of_three():
+    """-lse / scale and -delta of every row, each in three of eight columns, to the precision of float32."""
+    from dilated_attention_pytorch.backends.triton.run import launch_delta
+
+    dout, out = (torch.randn(2, 70, 3, 16, device=DEVICE) for _ in range(2))
+    lse = torch.randn(2, 3, 70, device=DEVICE) * 10
+    lse[0, 0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan], device=DEVICE)
+    shifts = torch.full((2, 3, 70, 16), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    delta = launch_delta(dout, out, None, lse, shifts.view(torch.int32), 1 / 0.125)
+    exact = torch.stack([-lse.double() / 0.125, -delta.double()], -1)
+    pieces = shifts.double().unflatten(-1, (2, 8))
+    assert not pieces[..., 3:].any()
+    torch.testing.assert_close(pieces.sum(-1), exact, rtol=2.0**-22, atol=0.0, equal_nan=True)
+    torch.testing.assert_close(delta, torch.einsum("bnhd,bnhd->bhn", dout, out))

@@ -102,7 +102,8 @@ HOPPER_CASES = [
 PRODUCTS = {
     "forward": {48: 3 + 8 * 2, 64: 4 + 8, 80: 5 + 8 * 2, 128: 8 + 8},
     "dq": {48: 2 * 3 + 4 * 2, 64: 2 * 4 + 4, 80: 2 * 5 + 4 * 2, 128: 2 * 8 + 4},
-    "dkv": {48: 2 * 3 + 2 * 4 * 2, 64: 4 * 4, 80: 2 * 5 + 2 * 4 * 2, 128: 2 * 8 + 2 * 4},
+    # And one for the shifts of scores, and of their gradients.
+    "dkv": {48: 2 + 2 * 3 + 2 * 4 * 2, 64: 2 + 4 * 4, 80: 2 + 2 * 5 + 2 * 4 * 2, 128: 2 + 2 * 8 + 2 * 4},
 }
 
 
@@ -124,10 +125,20 @@ def test_hopper_kernels(kernel, head_dim):
 
 @pytest.mark.parametrize("kernel", ["dq", "dkv"])
 def test_hopper_kernels_of_three_groups(kernel):
-    cases = [[48, True, 1, 8], [48, False, 2, 0]] + ([[64, True, 1, 8]] if kernel == "dq" else [])
+    cases = [[48, True, 1, 8], [48, False, 2, 0], [64, True, 1, 8]]
     for case, used in zip(cases, compiled_together([[f"hopper long_{kernel}", *case] for case in cases]), strict=True):
         check_hopper(kernel, used, groups=3)
         assert {x["products"] for x in used["loops"]} == {PRODUCTS[kernel][case[0]]}
+        assert used["memory_order"].count("W") == (3 if case[3] > 0 else 0)
+
+
+def test_hopper_kernel_of_all_gradients():
+    cases = [48, True, 1, 8], [64, False, 2, 0], [64, True, 1, 32]
+    for case, used in zip(cases, compiled_together([["hopper joint", *case] for case in cases]), strict=True):
+        check_hopper("joint", used, groups=3)
+        computing, multiplying = PRODUCTS["dkv"][case[0]], 8  # 128 keys
+        assert sorted(x["products"] for x in used["loops"]) == [multiplying, computing, computing]
+        # Who adds to dq waits for the last launch as well.
         assert used["memory_order"].count("W") == (3 if case[3] > 0 else 0)
 
 
@@ -145,7 +156,7 @@ def passes(kernel):
 
 def check_hopper(kernel, used, single_results=False, groups=2):
     # Two places of 128 bytes for each descriptor: compilers like to merge them.
-    assert used["scratch_bytes"] == {"forward": 12, "dq": 8, "dkv": 8}[kernel] * 128
+    assert used["scratch_bytes"] == {"forward": 12, "dq": 8, "dkv": 10, "joint": 11}[kernel] * 128
     assert used["tensor_cores"]
     assert used["tensor_copies"]
     assert used["shared_bytes"] <= SHARED_LIMIT

@@ -5,7 +5,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
 )
@@ -25,13 +24,17 @@ from dilated_attention_pytorch.backends.hopper.block_pieces import (
     take_item,
     wait_for_item,
 )
-from dilated_attention_pytorch.backends.hopper.dkv import dkv_of_head, load_kv
+from dilated_attention_pytorch.backends.hopper.dkv import (
+    SHIFT_COLUMNS,
+    allocate_dkv,
+    dkv_of_head,
+    load_kv,
+    load_shifts,
+    shift_descriptor,
+)
 from dilated_attention_pytorch.backends.hopper.pieces import (
     address,
-    allocate_barriers,
     allocate_facts,
-    allocate_rows,
-    copy_elements,
     known,
     load_rows,
     product_layout,
@@ -39,32 +42,29 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     store_rows,
 )
 from dilated_attention_pytorch.backends.hopper.products import hold, no_sums, whole_rows
+from dilated_attention_pytorch.backends.triton.primitives import LAST
 
 
 @gluon.jit
 def _load_unit(
-    member, kv_at, kv_steps, first, number, q_at, dout_at, lse_at, delta_at, steps, LIST, count, length, counter, smem, bars,
+    member, kv_at, kv_steps, first, number, q_at, dout_at, shifts_at, steps, LIST, count, length, counter, smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Ask for an item's keys and values, if this is its first unit, then for listed rows of q and dout, with statistics."""
+    """Ask for an item's keys and values, if this is its first unit, then for listed rows of q and dout, with shifts."""
     if member == 0:
         load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D, GROUPS)
-    _, _, q_smem, dout_smem, lse_smem, delta_smem = smem
-    _, _, q_full, dout_full, row_full, empty, _, _, _ = bars
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    q_smem, dout_smem, shift_smem = smem[2:5]
+    full, empty = bars[2:4]
     q_desc = row_descriptor(q_at, length, steps[0], D, BLOCK_M, BLOCK_D)
     dout_desc = row_descriptor(dout_at, length, steps[1], D, BLOCK_M, BLOCK_D)
+    shift_desc = shift_descriptor(shifts_at, length, length * 0 + 1, BLOCK_M)
     q_row = listed_row(LIST, 0, count, BLOCK_SIZE)
     for block in range(count * (BLOCK_SIZE // BLOCK_M)):
         stage = counter % STAGES
         mbarrier.wait(empty.index(stage), (counter // STAGES & 1) ^ 1)
-        load_rows(q_desc, q_row, q_full, q_smem, stage)
-        load_rows(dout_desc, q_row, dout_full, dout_smem, stage)
-        # Rows behind the sequence's end are masked; any statistics do.
-        rows = gl.minimum(q_row + gl.arange(0, BLOCK_M, LINE), length - 1)
-        copy_elements(lse_smem.index(stage), lse_at + rows)
-        copy_elements(delta_smem.index(stage), delta_at + rows)
-        async_copy.mbarrier_arrive(row_full.index(stage), increment_count=False)
+        load_rows(q_desc, q_row, full, q_smem, stage)
+        load_rows(dout_desc, q_row, full, dout_smem, stage)
+        load_shifts(shift_desc, q_row, full, shift_smem, stage)
         q_row = listed_row(LIST, (block + 1) * BLOCK_M, count, BLOCK_SIZE)
         counter += 1
     return counter
@@ -72,14 +72,13 @@ def _load_unit(
 
 @gluon.jit
 def _produce_dkv(
-    tensors, statistics, tables, rows, items, group, sizes, strides, smem, facts, bars,
+    tensors, SHIFTS, tables, rows, items, group, sizes, strides, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     Q, K, V, DOUT = tensors
-    LSE, DELTA = statistics
     N, H, M, G = sizes
     q_strides, k_strides, v_strides, dout_strides = strides
-    done, facts_full, facts_empty = bars[6], bars[7], bars[8]
+    done, facts_full, facts_empty = bars[4:]
     counter = 0
     number = 0
     unit = 0  # a query head of an item
@@ -108,12 +107,12 @@ def _produce_dkv(
             mbarrier.arrive(facts_full.index(parity), count=1)
             if parity == 0:
                 counter = _load_unit(
-                    member, kv_at, kv_steps, first, number, q_at, dout_at, LSE + place, DELTA + place, steps, LIST, count,
+                    member, kv_at, kv_steps, first, number, q_at, dout_at, SHIFTS + place * SHIFT_COLUMNS, steps, LIST, count,
                     length, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE,
                 )  # fmt: skip
             else:
                 counter = _load_unit(
-                    member, kv_at, kv_steps, first, number, q_at, dout_at, LSE + place, DELTA + place, steps, LIST, count,
+                    member, kv_at, kv_steps, first, number, q_at, dout_at, SHIFTS + place * SHIFT_COLUMNS, steps, LIST, count,
                     length, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE,
                 )  # fmt: skip
             unit += 1
@@ -148,7 +147,7 @@ def _compute_dkv(
     DK, DV = results
     k_smem, v_smem = smem[:2]
     rows_full, rows_empty = bars[:2]
-    done, facts_full, facts_empty = bars[6:]
+    done, facts_full, facts_empty = bars[4:]
     EACH: gl.constexpr = BLOCK_SIZE // BLOCK_M
     S: gl.constexpr = product_layout(BLOCK_M)
     O: gl.constexpr = product_layout(BLOCK_D)
@@ -181,8 +180,8 @@ def _compute_dkv(
             # Right for blocks of the first and of the last entry: others are not masked.
             if count > 0:
                 dk, dv, k, v, counter = dkv_of_head(
-                    k, v, dk, dv, 0, count * EACH, clear, whole, EACH, from_first, from_last, length, CAUSAL, counter,
-                    scale_log2, columns, m, none, smem[2:], bars[2:6], D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S,
+                    which, k, v, dk, dv, 0, count * EACH, clear, whole, EACH, from_first, from_last, length, LAST, False, CAUSAL, counter,
+                    scale_log2, columns, m, none, smem[2:], bars[2:4], (), D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S, 2, False,
                 )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
@@ -199,7 +198,9 @@ def _compute_dkv(
 
 @gluon.jit(do_not_specialize=["rows", "items", "N", "M", "H", "G"])
 def block_dkv_kernel(
-    Q, K, V, DOUT, LSE, DELTA, DK, DV, TABLE, COUNTS, STARTS, INDICES, TAKEN, rows, items,
+    Q, K, V, DOUT,
+    SHIFTS,  # (B, H, N, 16) bfloat16, see dkv.py
+    DK, DV, TABLE, COUNTS, STARTS, INDICES, TAKEN, rows, items,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     dout_stride_b, dout_stride_n, dout_stride_h,
     N, M, H, G, group, scale_log2, scale,
@@ -210,26 +211,7 @@ def block_dkv_kernel(
 ):  # fmt: skip
     """dk and dv of blocks of 128 key rows, summed over the query rows that list them and the query heads of their group."""
     dtype: gl.constexpr = Q.dtype.element_ty
-    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    smem = (
-        allocate_rows(dtype, 2, 64, BLOCK_D),
-        allocate_rows(dtype, 2, 64, BLOCK_D),
-        allocate_rows(dtype, STAGES, BLOCK_M, BLOCK_D),
-        allocate_rows(dtype, STAGES, BLOCK_M, BLOCK_D),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINES),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], LINES),
-    )
-    bars = (
-        allocate_barriers(2, 2),
-        allocate_barriers(2, 1),
-        allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 1),
-        allocate_barriers(STAGES, 32),
-        allocate_barriers(STAGES, 2),
-        allocate_barriers(2, 2),
-        allocate_barriers(2, 1),
-        allocate_barriers(2, 2),
-    )
+    smem, bars = allocate_dkv(dtype, GROUPS, 0, 0, STAGES, BLOCK_M, BLOCK_D)
     facts = allocate_facts(0)
     fence_async_shared()
     strides = (
@@ -239,10 +221,9 @@ def block_dkv_kernel(
         (dout_stride_b, dout_stride_n, dout_stride_h),
     )
     results = DK, DV
-    statistics = LSE, DELTA
     tables = TABLE, COUNTS, STARTS, INDICES, TAKEN
     gl.warp_specialize([
         (_compute_dkv, (gl.constexpr(0), results, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
         (_compute_dkv, (gl.constexpr(1), results, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
-        (_produce_dkv, ((Q, K, V, DOUT), statistics, tables, rows, items, group, (N, H, M, G), strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE)),
+        (_produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, rows, items, group, (N, H, M, G), strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE)),
     ], [4, 1], [232, 40])  # fmt: skip

@@ -12,10 +12,17 @@ from dilated_attention_pytorch.backends.hopper.block_dkv import block_dkv_kernel
 from dilated_attention_pytorch.backends.hopper.block_dq import block_dq_kernel
 from dilated_attention_pytorch.backends.hopper.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.hopper.configs import Config, configs
-from dilated_attention_pytorch.backends.hopper.run import aligned, constants, launch_persistent, scaled_query
+from dilated_attention_pytorch.backends.hopper.run import (
+    aligned,
+    constants,
+    divisor,
+    launch_persistent,
+    row_statistics,
+    scaled_query,
+)
 from dilated_attention_pytorch.backends.triton.block_run import forward_buffers, result_buffer
 from dilated_attention_pytorch.backends.triton.block_tables import BlockTable
-from dilated_attention_pytorch.backends.triton.run import LOG2_E, row_delta, row_strides
+from dilated_attention_pytorch.backends.triton.run import LOG2_E, row_strides
 
 
 def _launch(
@@ -73,13 +80,13 @@ def dq(
     scale: float,
     config: Config | None = None,
 ) -> Tensor:
-    """The gradient of the queries; ``read`` is query, key, value, dout, ``statistics`` lse and delta."""
+    """The gradient of the queries; ``read`` is query, key, value, dout, ``statistics`` lse, delta and shifts."""
     query, key, *_ = read
     chosen, (n, heads) = config or configs(query.shape[-1]).dq, query.shape[1:3]
     result = result_buffer(query, table)
     numbers = (n, heads, heads // key.shape[2], scale * LOG2_E, scale)
     _launch(
-        block_dq_kernel, chosen, table, heads, (*read, *statistics, result), read, numbers, block_size,
+        block_dq_kernel, chosen, table, heads, (*read, *statistics[:2], result), read, numbers, block_size,
         BLOCK_N=chosen.block, CAUSAL=is_causal,
     )  # fmt: skip
     return result
@@ -99,9 +106,9 @@ def dkv(
     query, key, value, _ = read
     chosen, (n, heads), (m, key_heads) = config or configs(query.shape[-1]).dkv, query.shape[1:3], key.shape[1:3]
     dk, dv = result_buffer(key, table), result_buffer(value, table)
-    numbers = (n, m, heads, key_heads, heads // key_heads, scale * LOG2_E, scale)
+    numbers = (n, m, heads, key_heads, heads // key_heads, divisor(scale) * LOG2_E, scale)
     _launch(
-        block_dkv_kernel, chosen, table, key_heads, (*read, *statistics, dk, dv), read, numbers, block_size,
+        block_dkv_kernel, chosen, table, key_heads, (*read, statistics[2], dk, dv), read, numbers, block_size,
         BLOCK_M=chosen.block, OVERLAP=chosen.overlap, CAUSAL=is_causal,
     )  # fmt: skip
     return dk, dv
@@ -120,5 +127,6 @@ def backward(
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``; options: block_size, is_causal, scale."""
-    read, statistics = tuple(map(aligned, (query, key, value, dout))), (lse, row_delta(dout, out, dlse))
+    read = tuple(map(aligned, (query, key, value, dout)))
+    statistics = row_statistics(dout, out, dlse, lse, scale=options["scale"])
     return dq(by_query, read, statistics, **options), *dkv(by_key(), read, statistics, **options)

@@ -18,7 +18,8 @@ class Config:
     stages: int
     held: int  # of the operands that stay for a whole item, this many are in registers, the others in shared memory
     overlap: bool = False  # dk/dv: compute scores while the block before is still being added up
-    groups: int = 2  # of four warps
+    groups: int = 2  # of four warps, which compute 64 rows each
+    helpers: int = 0  # more groups, which do something else
 
     @property
     def item_rows(self) -> int:
@@ -36,15 +37,28 @@ class Configs:
     # Three groups, where tiles are long enough, see backward_config.
     long_dq: Config | None = None
     long_dkv: Config | None = None
+    joint: Config | None = None  # all gradients at once, see joint_config
 
 
 # By the head size, up to this one.
 TABLE = {
     32: Configs(Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2, overlap=True)),
     48: Configs(
-        Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2), Config(64, 8, 1, groups=3), Config(64, 8, 1, groups=3)
+        Config(128, 6, 1),
+        Config(64, 8, 2),
+        Config(64, 8, 2, overlap=True),
+        Config(64, 8, 1, groups=3),
+        Config(64, 6, 0, groups=3),
+        Config(64, 4, 2, helpers=1),
     ),
-    64: Configs(Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2, overlap=True), long_dq=Config(64, 8, 1, groups=3)),
+    64: Configs(
+        Config(128, 6, 1),
+        Config(64, 8, 2),
+        Config(64, 8, 2, overlap=True),
+        Config(64, 8, 1, groups=3),
+        Config(64, 6, 0, groups=3),
+        Config(64, 4, 2, helpers=1),
+    ),
     96: Configs(Config(128, 3, 0), Config(64, 5, 1), Config(64, 4, 1)),
     128: Configs(Config(128, 3, 0), Config(64, 5, 1), Config(64, 4, 0)),
 }
@@ -65,6 +79,29 @@ def backward_config(problem: Problem, head_dim: int, *, by_keys: bool) -> Config
     known = configs(head_dim)
     short, long = (known.dkv, known.long_dkv) if by_keys else (known.dq, known.long_dq)
     return long if long and _is_long(problem, by_keys) else short
+
+
+# Programs that wait for their turns to add to dq begin one after the other, and dq is rounded apart: that takes time, which
+# five products instead of seven save from so many pairs of a query and a key on (benchmarks/joint_gpu.py).
+_JOINT_FROM_PAIRS = 2**31
+
+
+def joint_config(problem: Problem, head_dim: int) -> Config | None:
+    """How all gradients are computed at once; None if they are not."""
+    if problem.is_causal or _pairs(problem) < _JOINT_FROM_PAIRS:
+        return None
+    return configs(head_dim).joint
+
+
+@lru_cache(maxsize=256)
+def _pairs(problem: Problem) -> int:
+    """Query-key pairs of all tiles of all heads."""
+    group = problem.heads // problem.key_heads
+    return sum(
+        (span.samples.stop - span.samples.start) * f.tiles * len(f.key_heads) * group * f.q_rows * f.k_rows
+        for span, plan in problem.plans()
+        for f in plan.families
+    )
 
 
 @lru_cache(maxsize=256)

@@ -19,8 +19,10 @@ program of them has an item and so waits: where a launch is done, all before it 
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -32,6 +34,15 @@ from dilated_attention_pytorch.backends.triton.primitives import (
     part_places,
 )
 
+
+@builtin
+def _tma_add(tensor_desc, coord, src, _semantic=None):
+    """What Triton 3.6 can do and has no name for."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+tma_add = getattr(tma, "async_atomic_add", _tma_add)
 # Triton 3.9 renamed them.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared

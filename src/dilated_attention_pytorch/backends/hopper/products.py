@@ -63,20 +63,37 @@ def start_scores(left, block, none, D: gl.constexpr):
 
 
 @gluon.jit
-def wait_scores(pending: gl.constexpr, s, left, D: gl.constexpr, BLOCK_D: gl.constexpr, IN_REGISTERS: gl.constexpr):
-    """Wait for scores, until so many later products are left; a left side in registers is named, and so lasts.
+def start_shifted_scores(left, block, mark, shifts, none, D: gl.constexpr):
+    """``start_scores``, plus a number for each row of the block: a product, so that no thread has to load it.
+
+    The number is the sum of those of the row's ``shifts`` that have a one in ``mark``, 16 columns each.
+    """
+    s = warpgroup_mma(mark, shifts.permute((1, 0)), none, use_acc=False, is_async=True)
+    right = _pieces(block, D)
+    s = warpgroup_mma(left[0], right[0].permute((1, 0)), s, is_async=True)
+    if second_piece(D, block.shape[1]) > 0:
+        s = warpgroup_mma(left[1], right[1].permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def wait_scores(
+    pending: gl.constexpr, s, left, D: gl.constexpr, BLOCK_D: gl.constexpr, IN_REGISTERS: gl.constexpr,
+    SHIFTS: gl.constexpr = 0,
+):  # fmt: skip
+    """Wait for scores, until so many later products, and ``SHIFTS`` of them, are left; a left side in registers is named, and so lasts.
 
     The assembler of Triton 3.6 gives the registers of a left side that does not change in a loop to other values inside
     of the loop. A value that comes out of the wait changes, for all it knows.
     """
-    SECOND: gl.constexpr = second_piece(D, BLOCK_D)
+    LEFT: gl.constexpr = pending * (1 if second_piece(D, BLOCK_D) == 0 else 2) + SHIFTS
     if not IN_REGISTERS:
-        return warpgroup_mma_wait(pending if SECOND == 0 else 2 * pending, deps=(s,)), left
-    elif SECOND == 0:
-        s, first = warpgroup_mma_wait(pending, deps=(s, left[0]))
+        return warpgroup_mma_wait(LEFT, deps=(s,)), left
+    elif second_piece(D, BLOCK_D) == 0:
+        s, first = warpgroup_mma_wait(LEFT, deps=(s, left[0]))
         return s, (first,)
     else:
-        s, first, second = warpgroup_mma_wait(2 * pending, deps=(s, left[0], left[1]))
+        s, first, second = warpgroup_mma_wait(LEFT, deps=(s, left[0], left[1]))
         return s, (first, second)
 
 

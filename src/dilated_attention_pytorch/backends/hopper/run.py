@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextvars
+import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.hopper.configs import Config, backward_config, configs
+from dilated_attention_pytorch.backends.hopper.configs import Config, backward_config, configs, joint_config
 from dilated_attention_pytorch.backends.hopper.dkv import dkv_kernel
 from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
+from dilated_attention_pytorch.backends.hopper.joint import joint_kernel
 from dilated_attention_pytorch.backends.hopper.pieces import PART_FACTS, in_fours
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
@@ -76,12 +78,13 @@ def launch_persistent(
         with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, constants), programs, tensors[0].device)
 
 
-def _launch(calls: _Calls, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
-    """Launches that attend, then those that only add up parts, which do not read what they take as seed and positions."""
+def _launch(calls: _Calls, tensors: tuple[Tensor, ...], portable: tuple[Tensor, ...]) -> None:
+    """Launches that attend, then those that only add up parts, by ``portable`` kernels with tensors of their own: of the
+    inputs and what else they could attend with, they read nothing."""
     attend, add_parts = calls
-    with_scratch(lambda: launch(attend, tensors), sum(call.programs for call in attend), lse.device)
+    with_scratch(lambda: launch(attend, tensors), sum(call.programs for call in attend), tensors[0].device)
     if add_parts:
-        launch(add_parts, (*tensors, lse, lse))
+        launch(add_parts, portable)
 
 
 def constants(config: Config, head_dim: int) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def constants(config: Config, head_dim: int) -> dict[str, Any]:
         "STAGES": config.stages,
         "HELD": config.held,
         "num_warps": 4,
-        "maxnreg": START_REGISTERS[config.groups],
+        "maxnreg": START_REGISTERS[config.groups + config.helpers],
     }
 
 
@@ -124,7 +127,7 @@ def _calls(
     for one in todo.launches:
         if one.attends:
             programs = min(one.programs, _multiprocessors(one.table.device))
-            counts = one.table.shape[0], one.programs
+            counts = one.table.shape[0], one.programs, *((len(attend),) if kernel is joint_kernel else ())
             tables = one.table, todo.layout, todo.offsets
             # Those that add parts begin before the one before is done, and wait there. The first reads what others wrote.
             early = bool(attend) and one.children > 0
@@ -155,14 +158,38 @@ def _dq_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config
     )
 
 
-def _dkv_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
+def _by_key_calls(
+    kernel: Any, todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config, **mode: Any
+) -> _Calls:
     problem = todo.problem
     numbers = (
         problem.queries, problem.keys, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        scale * run.LOG2_E, scale,
+        divisor(scale) * run.LOG2_E, scale,
     )  # fmt: skip
-    mode = {"BLOCK_M": config.block, "OVERLAP": config.overlap, "GROUPS": config.groups}
-    return _calls(dkv_kernel, run.dkv_calls, todo, head_dim, strides, config, numbers, **mode)
+    return _calls(kernel, run.dkv_calls, todo, head_dim, strides, config, numbers, BLOCK_M=config.block, **mode)
+
+
+def _dkv_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
+    mode = {"OVERLAP": config.overlap, "GROUPS": config.groups}
+    return _by_key_calls(dkv_kernel, todo, head_dim, strides, scale, config, **mode)
+
+
+def _joint_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
+    return _by_key_calls(joint_kernel, todo, head_dim, strides, scale, config)
+
+
+def divisor(scale: float) -> float:
+    """A scale to divide lse by. Scores that a smaller one makes are 0 to the precision of lse."""
+    return math.copysign(max(abs(scale), 1e-30), scale)
+
+
+def row_statistics(
+    dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """lse, delta, and both as (B, H, N, 16) bfloat16 shifts (dkv.py)."""
+    shifts = torch.empty((*lse.shape, 16), dtype=torch.bfloat16, device=lse.device)
+    delta = run.launch_delta(dout, out, dlse, lse, shifts.view(torch.int32), 1 / divisor(scale))
+    return lse, delta, shifts
 
 
 def scaled_query(query: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -190,7 +217,8 @@ def forward(
     todo = work(problem, block=chosen.item_rows, by_keys=False, device=query.device)
     tensors = (query, key, value, *run.forward_buffers(problem, query, todo, out))
     strides = query.stride(), key.stride(), value.stride()
-    _launch(todo.once(_forward_calls, query.shape[-1], strides, scale, chosen), tensors, tensors[-1])
+    lse = tensors[-1]
+    _launch(todo.once(_forward_calls, query.shape[-1], strides, scale, chosen), tensors, (*tensors, lse, lse))
     return tensors[-2:]
 
 
@@ -212,7 +240,7 @@ def dq(
     todo = work(problem, block=chosen.item_rows, by_keys=False, device=query.device)
     tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo, result))
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
-    _launch(todo.once(_dq_calls, query.shape[-1], strides, scale, chosen), tensors, lse)
+    _launch(todo.once(_dq_calls, query.shape[-1], strides, scale, chosen), tensors, (*tensors, lse, lse))
     return tensors[-1]
 
 
@@ -222,20 +250,53 @@ def dkv(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    shifts: Tensor,
     *,
     scale: float,
     results: tuple[Tensor, Tensor] | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of keys and values given ``delta``, written to ``results`` if these are given."""
+    """The gradients of keys and values given ``row_statistics``' shifts, written to ``results`` if these are given."""
     chosen = config or backward_config(problem, query.shape[-1], by_keys=True)
     todo = work(problem, block=chosen.item_rows, by_keys=True, device=query.device)
-    tensors = (query, key, value, dout, lse, delta, *run.dkv_buffers(key, value, todo, results))
+    buffers = run.dkv_buffers(key, value, todo, results)
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
-    _launch(todo.once(_dkv_calls, query.shape[-1], strides, scale, chosen), tensors, lse)
-    return tensors[-2:]
+    calls = todo.once(_dkv_calls, query.shape[-1], strides, scale, chosen)
+    read = query, key, value, dout, shifts
+    _launch(calls, (*read, *buffers), (*read, shifts, *buffers, shifts, shifts))
+    return buffers[-2:]
+
+
+def joint(
+    problem: Problem,
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shifts: Tensor,
+    *,
+    scale: float,
+    config: Config,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All gradients by one kernel, written to ``grads`` if they are given."""
+    todo = work(problem, block=config.item_rows, by_keys=True, device=query.device, apart=True)
+    strides = query.stride(), key.stride(), value.stride(), dout.stride()
+    calls = todo.once(_joint_calls, query.shape[-1], strides, scale, config)
+    sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    rows = query.shape[:3].numel()
+    counters = torch.zeros(rows + len(calls[0]), dtype=torch.int32, device=query.device)
+
+    def by_key() -> tuple[Tensor, Tensor]:
+        buffers = run.dkv_buffers(key, value, todo, grads and grads[1:])
+        read = query, key, value, dout, shifts
+        added = sums, counters, counters[rows:]
+        _launch(calls, (*read, *buffers, *added), (*read, shifts, *buffers, shifts, shifts))
+        return buffers[-2:]
+
+    dk, dv = by_key()  # parts are gone before dq exists
+    dq = torch.empty_like(query, memory_format=torch.contiguous_format) if grads is None else grads[0]
+    return torch.mul(sums, scale, out=dq), dk, dv
 
 
 def _gradients(
@@ -244,15 +305,20 @@ def _gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    statistics: tuple[Tensor, Tensor, Tensor],
     *,
     scale: float,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = *map(aligned, (dout, query, key, value)), lse, delta
-    by_query, by_key = (None, None) if grads is None else (grads[0], grads[1:])
-    return dq(problem, *tensors, scale=scale, result=by_query), *dkv(problem, *tensors, scale=scale, results=by_key)
+    lse, delta, shifts = statistics
+    dout, query, key, value = map(aligned, (dout, query, key, value))
+    if config := joint_config(problem, query.shape[-1]):
+        return joint(problem, dout, query, key, value, shifts, scale=scale, config=config, grads=grads)
+    result, results = (None, None) if grads is None else (grads[0], grads[1:])
+    return (
+        dq(problem, dout, query, key, value, lse, delta, scale=scale, result=result),
+        *dkv(problem, dout, query, key, value, shifts, scale=scale, results=results),
+    )
 
 
 def backward(
@@ -272,5 +338,5 @@ def backward(
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``."""
     return run.backward(
         problem, dout, dlse, query, key, value, out, lse, scale=scale, detach_mixing=detach_mixing, forward=forward,
-        gradients=_gradients, grads=grads,
+        gradients=_gradients, statistics=partial(row_statistics, scale=scale), grads=grads,
     )  # fmt: skip

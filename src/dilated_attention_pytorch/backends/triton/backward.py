@@ -28,23 +28,46 @@ from dilated_attention_pytorch.backends.triton.primitives import (
 
 
 @triton.jit
+def _bits(x):
+    return x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _store_shift(AT, x, inside, BLOCK: tl.constexpr):
+    """Write four words for each row: three bfloat16 whose sum is ``x``, to the 24 bits of a float32, and zeros."""
+    first = x.to(tl.bfloat16)
+    rest = x - first.to(tl.float32)
+    rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)  # the first one says that x is infinite, or no number
+    second = rest.to(tl.bfloat16)
+    third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+    zero = tl.zeros((BLOCK,), tl.int32)
+    # (rows, 2, 2), of which the last counts fastest.
+    words = tl.join(tl.join(_bits(first) | _bits(second) << 16, zero), tl.join(_bits(third), zero))
+    tl.store(AT[:, None] + tl.arange(0, 4)[None, :], tl.reshape(words, (BLOCK, 4)), mask=inside[:, None])
+
+
+@triton.jit
 def delta_kernel(
     DOUT,
     OUT,  # (B, N, H, D), contiguous
     DLSE,  # (B, H, N), contiguous, if HAS_DLSE
+    LSE,  # (B, H, N), if HAS_SHIFTS
     DELTA,  # (B, H, N)
+    SHIFTS,  # (B, H, N, 8) int32, if HAS_SHIFTS: -lse / scale and -delta, as _store_shift says
     dout_stride_b,
     dout_stride_n,
     dout_stride_h,
     rows,  # B * N * H
     N,
     H,
+    inverse_scale,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    HAS_SHIFTS: tl.constexpr,
 ):
-    """delta = dout . out - dlse for every row and head."""
+    """delta = dout . out - dlse for every row and head; and what hopper/dkv.py adds to products."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < rows
     sample, n, head = index // (N * H), index // H % N, index % H
@@ -58,6 +81,10 @@ def delta_kernel(
     if HAS_DLSE:
         delta -= tl.load(DLSE + place, mask=inside, other=0.0)
     tl.store(DELTA + place, delta, mask=inside)
+    if HAS_SHIFTS:
+        lse = tl.load(LSE + place, mask=inside, other=0.0)
+        _store_shift(SHIFTS + place * 8, -lse * inverse_scale, inside, BLOCK)
+        _store_shift(SHIFTS + place * 8 + 4, -delta, inside, BLOCK)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from dilated_attention_pytorch.backends.triton.run import (
     capability,
     exact_products,
     keep_numbers,
-    row_delta,
+    row_statistics,
     row_strides,
     tile_constants,
 )
@@ -110,7 +110,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``."""
     configs, (n, heads), (m, key_heads) = _configs(query, block_size), query.shape[1:3], key.shape[1:3]
-    read, statistics = (query, key, value, dout), (lse, row_delta(dout, out, dlse))
+    read, statistics = (query, key, value, dout), row_statistics(dout, out, dlse, lse)
     factors = heads // key_heads, scale * LOG2_E, scale
     dq = result_buffer(query, by_query)
     _launch(

@@ -185,14 +185,34 @@ def dkv_buffers(
     return *parts, dk, dv
 
 
+def row_statistics(dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """lse, and delta = dout . out - dlse, (B, H, N)."""
+    return lse, launch_delta(dout, out, dlse, lse, None, 0.0)
+
+
+def launch_delta(
+    dout: Tensor, out: Tensor, dlse: Tensor | None, lse: Tensor, shifts: Tensor | None, inverse_scale: float
+) -> Tensor:
+    """delta; ``shifts`` are written if they are given, see ``delta_kernel``."""
+    batch, n, heads, d = out.shape
+    delta = torch.empty((batch, heads, n), dtype=torch.float32, device=out.device)
+    if out.numel():
+        block = 64
+        tensors = dout, out, delta if dlse is None else dlse.contiguous(), lse, delta, delta if shifts is None else shifts
+        numbers = (*dout.stride()[:3], batch * n * heads, n, heads, inverse_scale)
+        has = {"HAS_DLSE": dlse is not None, "HAS_SHIFTS": shifts is not None}
+        constants = {"D": d, "BLOCK_D": padded(d), "BLOCK": block, **has}
+        launch_one(delta_kernel, -(-batch * n * heads // block), tensors, numbers, constants)
+    return delta
+
+
 def portable_gradients(
     problem: Problem,
     dout: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    statistics: tuple[Tensor, Tensor],
     *,
     scale: float,
     dropout_p: float = 0.0,
@@ -200,9 +220,9 @@ def portable_gradients(
     positions: Tensor | None = None,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` given ``delta``, written to ``grads`` if they are given."""
-    chosen = _configs(query)
-    inputs = query, key, value, dout, lse, delta
+    """``(dq, dk, dv)`` given lse and delta, written to ``grads`` if they are given."""
+    chosen, (lse, _) = _configs(query), statistics
+    inputs = query, key, value, dout, *statistics
     optional = lse if seed is None else seed, lse if positions is None else positions
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     options = scale, dropout_p, positions is not None, exact_products(query)
@@ -239,36 +259,24 @@ def backward(
     detach_mixing: bool = False,
     forward: Callable[..., tuple[Tensor, Tensor]] = forward,
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = portable_gradients,
+    statistics: Callable[..., tuple[Tensor, ...]] = row_statistics,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``, by the kernels of ``forward`` and ``gradients``.
 
-    They are written to ``grads`` if these are given, which is not for detached mixing.
+    ``gradients`` read the ``statistics`` of rows, which are lse and delta unless others are asked for. The gradients
+    are written to ``grads`` if these are given, which is not for detached mixing.
     """
     if not detach_mixing or len(problem.pattern.branches) == 1:
-        return gradients(problem, dout, query, key, value, lse, row_delta(dout, out, dlse), grads=grads, **options)
+        return gradients(problem, dout, query, key, value, statistics(dout, out, dlse, lse), grads=grads, **options)
     assert grads is None, "sums of branches are made here"
     # With constant mixing weights, delta comes from the branch's own output, which is computed again.
     sums: list[Tensor] = []
     for branch in range(len(problem.pattern.branches)):
         alone = problem.only(branch)
-        delta = row_delta(dout, forward(alone, query, key, value, **options)[0], dlse)
-        grads = gradients(alone, dout, query, key, value, lse, delta, **options)
+        own = statistics(dout, forward(alone, query, key, value, **options)[0], dlse, lse)
+        grads = gradients(alone, dout, query, key, value, own, **options)
         sums = [x + y.float() for x, y in zip(sums, grads, strict=True)] if sums else [y.float() for y in grads]
     dq, dk, dv = (x.to(query.dtype) for x in sums)
     return dq, dk, dv
-
-
-def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """delta = dout . out - dlse, (B, H, N)."""
-    batch, n, heads, d = out.shape
-    delta = torch.empty((batch, heads, n), dtype=torch.float32, device=out.device)
-    if out.numel():
-        block = 64
-        lse_gradient = delta if dlse is None else dlse.contiguous()
-        numbers = (*dout.stride()[:3], batch * n * heads, n, heads)
-        constants = {"D": d, "BLOCK_D": padded(d), "BLOCK": block, "HAS_DLSE": dlse is not None}
-        programs = -(-batch * n * heads // block)
-        launch_one(delta_kernel, programs, (dout, out, lse_gradient, delta), numbers, constants)
-    return delta

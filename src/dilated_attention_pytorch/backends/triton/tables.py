@@ -202,9 +202,12 @@ def keep_for_device(owner: object, tensors: Iterable[Tensor]) -> None:
         _CAPTURED.append(owner)
 
 
-def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -> Work:
-    """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head."""
-    todo = _work(problem, block=block, by_keys=by_keys, device=device)
+def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device, apart: bool = False) -> Work:
+    """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head.
+
+    ``apart``: one group in each launch, so that no two tiles of a launch have the same row of the other side either.
+    """
+    todo = _work(problem, block=block, by_keys=by_keys, device=device, apart=apart)
     keep_for_device(todo, (todo.tables,))
     return todo
 
@@ -222,7 +225,7 @@ def _on_device(tables: list[Tensor], device: torch.device) -> tuple[Tensor, list
 
 # Tables of long batches of documents take megabytes on the device, and most training steps bring new ones.
 @lru_cache(maxsize=48)
-def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) -> Work:
+def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device, apart: bool) -> Work:
     plans = problem.plans()
     square = all(len(plan.queries) == len(plan.keys) for _, plan in plans)
     groups = _groups(problem)
@@ -284,7 +287,10 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device) 
         table = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(COLUMNS))
         return Launch(table, programs, attends, some_groups == [root], max(children, default=0))
 
-    launches = [launch([g for g in range(root) if level[g] == some], True) for some in range(level[root])]
+    by_level = [[g for g in range(root) if level[g] == some] for some in range(level[root])]
+    if apart:
+        by_level = [[g] for level_groups in by_level for g in level_groups]
+    launches = [launch(some_groups, True) for some_groups in by_level]
     launches.append(launch([root], attends))
     launches = [one for one in launches if one.programs]
     longest = max((plan.keys.stop for _, plan in plans), default=0)

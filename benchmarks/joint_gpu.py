@@ -1,0 +1,81 @@
+"""All gradients by one kernel (hopper/joint.py) against dq and dk, dv apart: bits, errors, times.
+
+    PYTHONPATH=src python3 benchmarks/joint_gpu.py odd,D64,D48,gigapath,paper [--compile] [--out FILE]
+
+From how many pairs on one kernel pays: the settings 8k, 16k, 32k, 64k are the first tokens of gigapath.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import gpu
+import torch
+
+from dilated_attention_pytorch import Dilated
+from dilated_attention_pytorch.backends.hopper import run
+from dilated_attention_pytorch.backends.hopper.configs import configs
+from dilated_attention_pytorch.problem import Problem
+
+# Pattern, tokens, heads, key heads, head size.
+SETTINGS = {
+    "odd": (Dilated([1000, 3000], [1, 3]), 7001, 4, 2, 48),
+    "short": (Dilated([2048, 4096, 8192], [1, 2, 4]), 2**13, 12, 12, 64),
+    "D64": (Dilated([2048], [1]), 2**17, 12, 12, 64),
+    "D48": (Dilated([8192], [1]), 2**17, 16, 16, 48),
+    "gigapath": (gpu.GIGAPATH, 2**17, 16, 16, 48),
+    "paper": (gpu.PAPER, 2**18, 12, 12, 64),
+} | {f"{n}k": (gpu.GIGAPATH, n * 1024, 16, 16, 48) for n in (8, 16, 32, 64)}
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def measure(name: str, only_compile: bool) -> dict:
+    pattern, n, heads, key_heads, d = SETTINGS[name]
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, 1, n, heads, d, device=gpu.GPU, dtype=torch.bfloat16).unbind(0)
+    k, v = torch.randn(2, 1, n, key_heads, d, device=gpu.GPU, dtype=torch.bfloat16).unbind(0)
+    problem, scale = Problem(pattern, False, 1, n, n, heads, key_heads, None, None), d**-0.5
+    out, lse = run.forward(problem, q, k, v, scale=scale)
+    lse, delta, shifts = run.row_statistics(dout, out, None, lse, scale=scale)
+    read = problem, dout, q, k, v
+    calls = {
+        "statistics": lambda: run.row_statistics(dout, out, None, lse, scale=scale),
+        "dq": lambda: run.dq(*read, lse, delta, scale=scale),
+        "dk, dv": lambda: run.dkv(*read, shifts, scale=scale),
+        "at once": lambda: run.joint(*read, shifts, scale=scale, config=configs(d).joint),
+    }
+    dq, (dk, dv), found = calls["dq"](), calls["dk, dv"](), calls["at once"]()
+    row = {"setting": name, "dq_difference": error(found[0], dq)}
+    row["same_dk_dv"] = torch.equal(dk, found[1]), torch.equal(dv, found[2])
+    if not only_compile:
+        row["same_bits_of_20"] = sum(all(map(torch.equal, calls["at once"](), found)) for _ in range(20))
+        times: dict[str, list[float]] = {x: [] for x in calls}
+        for _ in range(2):
+            for x, call in calls.items():
+                times[x].append(gpu.steady_milliseconds(call, 0.3))
+        row["ms"] = {x: statistics.mean(y) for x, y in times.items()}
+    print(row, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    report = gpu.versions() | {"rows": []}
+    for name in options.settings.split(","):
+        report["rows"].append(measure(name, options.compile))
+        if options.out:
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
