@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python3 benchmarks/joint_gpu.py odd,D64,D48,gigapath,paper [--compile] [--out FILE]
 
-From how many pairs on one kernel pays: the settings 8k, 16k, 32k, 64k are the first tokens of gigapath.
+From how many pairs on one kernel pays: the settings 8k, 16k, 32k, 64k are the first tokens of gigapath. Which of its branches
+does not: gigapath/1 to gigapath/16 are its branches alone, by their rates.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ SETTINGS = {
     "D48": (Dilated([8192], [1]), 2**17, 16, 16, 48),
     "gigapath": (gpu.GIGAPATH, 2**17, 16, 16, 48),
     "paper": (gpu.PAPER, 2**18, 12, 12, 64),
-} | {f"{n}k": (gpu.GIGAPATH, n * 1024, 16, 16, 48) for n in (8, 16, 32, 64)}
+}
+SETTINGS |= {f"{n}k": (gpu.GIGAPATH, n * 1024, 16, 16, 48) for n in (8, 16, 32, 64)}
+SETTINGS |= {f"gigapath/{r}": (Dilated([w], [r]), 2**17, 16, 16, 48) for w, r in gpu.GIGAPATH.branches}
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:

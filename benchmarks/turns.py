@@ -1,10 +1,11 @@
-"""What adding in a fixed order would cost, simulated: items of a tile that add to the same rows of dq, one after the other.
+"""What adding in a fixed order costs (hopper/turns.py), simulated: items of a tile that add to the same rows of dq in turns.
 
     python benchmarks/turns.py
 
-An item goes through the blocks of query rows of its tile; to each it adds when the item before it has, and goes on while up
-to two additions are under way. Programs take items as they come free. Times in microseconds; printed is the time of all
-over that of additions in any order: item after item of a tile, and with several tiles in turns, for turns of two lengths.
+An item goes through the blocks of query rows of its tile. It adds to the first of each chunk when the item before it has
+passed it on, which that does once its next chunk has begun, and goes on while up to four additions are under way. Programs
+take items as they come free, in the order of turns.find_turn. Printed is the time of all over that of additions in any
+order, for two guesses of how long an addition and passing it on take, in microseconds.
 """
 
 from __future__ import annotations
@@ -14,63 +15,70 @@ import random
 from collections.abc import Iterator
 
 PROGRAMS = 132
-START = 4.0  # until the first block of an item is computed
+START, END = 4.0, 1.0  # until the first block of an item is computed, and after its last
+PLACES, CHUNK, TOGETHER = 4, 4, 264  # as in joint.py and turns.py
 # Tiles of all heads, items of a tile, blocks of query rows, time of a block.
 SETTINGS = {
-    "tiles of 1024, D = 48": (128 * 16, 8, 16, 1.35),
-    "tiles of 2048, D = 64": (64 * 12, 16, 32, 1.2),
-    "tiles of 2896, D = 48": (45 * 16, 23, 46, 1.35),
-    "tiles of 8192, D = 48": (16 * 16, 64, 128, 1.35),
+    "D = 64, tiles of 2048": (64 * 12, 16, 32, 1.45),
+    "D = 48, tiles of 8192": (16 * 16, 64, 128, 1.25),
+    "gigapath, rate 1": (128 * 16, 8, 16, 1.25),
+    "gigapath, rate 2": (362, 23, 46, 1.25),
+    "gigapath, rate 4": (64, 64, 128, 1.25),
+    "gigapath, rate 8": (16, 128, 256, 1.25),
+    "gigapath, rate 16": (16, 64, 128, 1.25),
 }
 TURNS = ((1.0, 0.7), (1.5, 1.2))  # until an addition is done, until the next item knows
 
 
-def order(tiles: int, items: int, together: int) -> Iterator[tuple[int, int]]:
-    """Tile and item of each in the order in which they are taken."""
-    for first in range(0, tiles, together):
-        for item in range(items):
-            for tile in range(first, min(first + together, tiles)):
-                yield tile, item
+def order(tiles: int, items: int) -> Iterator[tuple[int, int]]:
+    """Tile and turn of each item in the order in which they are taken."""
+    windows = max(tiles // -(-TOGETHER // items), 1)
+    first = 0
+    for window in range(windows):
+        width = tiles // windows + (window < tiles % windows)
+        for turn in range(items):
+            for tile in range(first, first + width):
+                yield tile, turn
+        first += width
 
 
-def item_end(start: float, before: list[float] | None, blocks: int, step: float, turn: tuple[float, float]) -> list[float]:
-    """When the next item knows of each addition of one that starts now; ``before``: when this one knows of each."""
-    computed, last, known, ended = start + START, start, [], []
+def item_end(
+    start: float, before: list[float] | None, blocks: int, step: float, turn: tuple[float, float]
+) -> tuple[list[float], float]:
+    """When the next item knows of each chunk of one that starts now, and when it ends; ``before``: when this one knows."""
+    computed, begun, done, read = start + START, start, start, []
+    known = [0.0] * -(-blocks // CHUNK)
     for block in range(blocks):
-        computed += step * random.uniform(0.8, 1.2)
-        if block >= 2:
-            computed = max(computed, ended[block - 2])
-        begin = max(computed, last + 0.4, before[block] if before else 0.0)
-        if block:  # the one before is known to be done when this one is under way
-            known[-1] = max(ended[-1], begin) + turn[1]
-            ended[-1] = max(ended[-1], begin)
-        last = begin
-        ended.append(begin + turn[0])
-        known.append(begin + turn[0] + turn[1])
-    return known
+        computed += step * random.uniform(0.85, 1.15)
+        if block >= PLACES:
+            computed = max(computed, read[block - PLACES])
+        begun = max(computed, begun + 0.2)
+        if before and block % CHUNK == 0:
+            begun = max(begun, before[block // CHUNK])
+        if block and block % CHUNK == 0:
+            known[block // CHUNK - 1] = begun = max(done, begun) + turn[1]
+        read.append(begun + 0.5)
+        done = begun + turn[0]
+    known[-1] = done + turn[1]
+    return known, done + END
 
 
-def time(
-    tiles: int, items: int, blocks: int, step: float, together: int, turn: tuple[float, float], ordered: bool
-) -> float:  # fmt: skip
+def time(tiles: int, items: int, blocks: int, step: float, turn: tuple[float, float], ordered: bool) -> float:
     """Of all items."""
     random.seed(0)
     free = [0.0] * PROGRAMS
     before: dict[int, list[float]] = {}
-    for tile, item in order(tiles, items, together):
-        known = item_end(heapq.heappop(free), before.get(tile) if ordered and item else None, blocks, step, turn)
-        before[tile] = known
-        heapq.heappush(free, known[-1] - turn[1])
+    for tile, number in order(tiles, items):
+        known = before.get(tile) if ordered and number else None
+        before[tile], end = item_end(heapq.heappop(free), known, blocks, step, turn)
+        heapq.heappush(free, end)
     return max(free)
 
 
 def main() -> None:
     for name, setting in SETTINGS.items():
-        items = setting[1]
-        together = -(-2 * PROGRAMS // items)
-        for turn in TURNS:
-            alone, in_turns = (time(*setting, w, turn, True) / time(*setting, w, turn, False) for w in (1, together))
-            print(f"{name}, turns of {sum(turn):.1f}: {alone:.2f}, {together} tiles in turns {in_turns:.3f}")
+        found = [time(*setting, turn, True) / time(*setting, turn, False) for turn in TURNS]
+        print(f"{name}: {found[0]:.3f} to {found[1]:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ PATTERNS = {"cut": (Dilated([570, 1140], [1, 3]), 1140), "chain": (Dilated([256,
 @pytest.fixture
 def choose(monkeypatch):
     """A function that says whether gradients are computed at once, or apart."""
-    return lambda at_once: monkeypatch.setattr(configs, "_JOINT_FROM_PAIRS", 0 if at_once else math.inf)
+    return lambda at_once: monkeypatch.setattr(configs, "_JOINT_FROM_PAIRS", {64: 0 if at_once else math.inf})
 
 
 def tensors(n, m, head_dim, batch=1, heads=4, key_heads=2, dtype=torch.bfloat16):

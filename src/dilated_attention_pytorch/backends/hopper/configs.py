@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
 
 from dilated_attention_pytorch.problem import Problem
 
@@ -81,16 +81,22 @@ def backward_config(problem: Problem, head_dim: int, *, by_keys: bool) -> Config
     return long if long and _is_long(problem, by_keys) else short
 
 
-# Programs that wait for their turns to add to dq begin one after the other, and dq is rounded apart: that takes time, which
-# five products instead of seven save from so many pairs of a query and a key on (benchmarks/joint_gpu.py).
-_JOINT_FROM_PAIRS = 2**31
+# By the head size, up to this one: from how many pairs of a query and a key on all gradients are computed at once. Programs
+# begin one after the other then, and dq is rounded apart: that takes time, which five products instead of seven save.
+# Milliseconds at once / apart (by the version before), one H200 (docs/kernels.md, version 12):
+_JOINT_FROM_PAIRS = {
+    48: math.inf,  # one branch with tiles of 8192 rows 19.8 / 23.0, but the five branches of gigapath 22.8 / 22.6
+    64: 2**31,  # paper 77.2 / 97.4
+}
 
 
 def joint_config(problem: Problem, head_dim: int) -> Config | None:
     """How all gradients are computed at once; None if they are not."""
-    if problem.is_causal or _pairs(problem) < _JOINT_FROM_PAIRS:
+    known = configs(head_dim).joint
+    if known is None or problem.is_causal:
         return None
-    return configs(head_dim).joint
+    least = _JOINT_FROM_PAIRS[min(size for size in _JOINT_FROM_PAIRS if size >= head_dim)]
+    return known if _pairs(problem) >= least else None
 
 
 @lru_cache(maxsize=256)
@@ -123,8 +129,8 @@ def _is_long(problem: Problem, by_keys: bool) -> bool:
             for f in plan.families:
                 rows, others = (f.k_rows, f.q_rows) if by_keys else (f.q_rows, f.k_rows)
                 tiles = (span.samples.stop - span.samples.start) * f.tiles * len(f.key_heads) * heads
-                items[f.branch] += tiles * ceil(rows / item_rows)
-                pairs[f.branch] += tiles * ceil(rows / item_rows) * item_rows * others
-        return sum(ceil(items[b] / _MULTIPROCESSORS) * pairs[b] / items[b] for b in items)
+                items[f.branch] += tiles * math.ceil(rows / item_rows)
+                pairs[f.branch] += tiles * math.ceil(rows / item_rows) * item_rows * others
+        return sum(math.ceil(items[b] / _MULTIPROCESSORS) * pairs[b] / items[b] for b in items)
 
     return not problem.is_causal and time(192) <= _MOST_WASTE * time(128)

@@ -139,7 +139,7 @@ def produce_dkv(
 ):  # fmt: skip
     """Find items, leave what the groups have to know of them, and load their rows.
 
-    Items are shared out beforehand, or (JOINT) taken in turns, as joint.py says.
+    Items are shared out beforehand, or (JOINT) taken in turns, see turns.py.
     """
     Q, K, V, DOUT = tensors
     N, M, H, G, parts = sizes

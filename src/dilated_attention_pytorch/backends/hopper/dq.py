@@ -2,7 +2,7 @@
 
 Each of dq and dk/dv computes the scores again: seven matrix products instead of five, but no sums across programs, so no
 atomics, no scratch for dq, the same bits every time, and weights that go from the registers of one product straight into the
-next.
+next. Where five products pay, see joint.py.
 """
 
 from __future__ import annotations
