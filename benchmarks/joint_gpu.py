@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python3 benchmarks/joint_gpu.py odd,D64,D48,gigapath,paper [--compile] [--out FILE]
 
-From how many pairs on one kernel pays: the settings 8k, 16k, 32k, 64k are the first tokens of gigapath. Which of its branches
-does not: gigapath/1 to gigapath/16 are its branches alone, by their rates.
+From how many pairs on one kernel pays: the settings 8k, 16k, 32k, 64k are the first tokens of gigapath. Which of its
+branches does not gain: gigapath/1 to gigapath/16 are its branches alone, by their rates.
 """
 
 from __future__ import annotations

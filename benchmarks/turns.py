@@ -1,4 +1,4 @@
-"""What adding in a fixed order costs (hopper/turns.py), simulated: items of a tile that add to the same rows of dq in turns.
+"""What adding in a fixed order costs (hopper/turns.py), simulated: items of a tile add to the same rows of dq in turns.
 
     python benchmarks/turns.py
 

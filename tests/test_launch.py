@@ -265,3 +265,5 @@ def test_gradients_at_once_where_they_pay(tokens, head_dim, at_once, is_causal):
 
     problem = Problem(Dilated([2048], [1]), is_causal, 1, tokens, tokens, 16, 16, None, None)
     assert (joint_config(problem, head_dim) is not None) is at_once
+    many = Dilated([2048] * 33, list(range(1, 34)))
+    assert joint_config(Problem(many, is_causal, 1, tokens, tokens, 16, 16, None, None), head_dim) is None

@@ -93,7 +93,8 @@ _JOINT_FROM_PAIRS = {
 def joint_config(problem: Problem, head_dim: int) -> Config | None:
     """How all gradients are computed at once; None if they are not."""
     known = configs(head_dim).joint
-    if known is None or problem.is_causal:
+    # What is known of the parts of many branches takes the room of its few stages.
+    if known is None or problem.is_causal or len(problem.pattern.branches) > 32:
         return None
     least = _JOINT_FROM_PAIRS[min(size for size in _JOINT_FROM_PAIRS if size >= head_dim)]
     return known if _pairs(problem) >= least else None

@@ -64,7 +64,7 @@ from dilated_attention_pytorch.backends.hopper.turns import find_turn
 from dilated_attention_pytorch.backends.triton.primitives import LAST
 
 SHIFT_COLUMNS = gl.constexpr(16)  # 8 for scores, of which 3 are used, and 8 for their gradients
-TURN = K_AT  # a fact of other kernels
+TURN = K_AT  # in the place of a fact that these kernels do not use
 
 
 @gluon.jit

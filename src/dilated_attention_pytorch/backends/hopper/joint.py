@@ -96,7 +96,7 @@ def _add(
         slot = number & 1
         q_rows = known(facts, slot, Q_ROWS, 1).to(gl.int32)
         turns = (known(facts, slot, K_ROWS, 1).to(gl.int32) + ROWS - 1) // ROWS
-        step = known(facts, slot, STRIDE, 1) * H  # rows of the (B, N, H) of a tile's next one
+        step = known(facts, slot, STRIDE, 1) * H  # from a row of the tile to its next, in rows of (B, N, H)
         turn = known(facts, slot, TURN, 1).to(gl.int32)
         first = known(facts, slot, Q_AT, 1)
         mbarrier.arrive(facts_empty.index(slot), count=1)

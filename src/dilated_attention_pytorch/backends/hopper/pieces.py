@@ -1,7 +1,7 @@
 """What the Hopper kernels share: which rows a program works on, loading rows of a tile, and partial results.
 
 A program is persistent: it stays on its multiprocessor and takes every ``num_programs``-th block of rows (an *item*) of a
-launch table. One producer warp loads rows of a tile into shared memory; two or three *groups* of four warps compute 64 of
+launch table (in joint.py the next that nobody has taken). One producer warp loads rows of a tile into shared memory; two or three *groups* of four warps compute 64 of
 the item's rows each. Rows are loaded by the tensor memory accelerator through descriptors that the producer makes for the tile at
 hand: a base, a number of rows, a stride. So every rate, offset and ragged end is served, and rows behind the end are 0.
 
@@ -13,8 +13,8 @@ and divisions; what the others have to know about an item (FACTS, PART_FACTS) th
 places as well.
 
 The programs of a call's later launches begin as multiprocessors come free, before the launch before them is done
-(programmatic dependent launch). They read nothing that it writes but the parts they add, and wait for it before that. Every
-program of them has an item and so waits: where a launch is done, all before it are.
+(programmatic dependent launch). They read nothing that it writes but the parts they add (and dq, in joint.py), and wait for
+it before that. A launch has items, and whoever computes one waits: where a launch is done, all before it are.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def let_next_begin():
 
 @gluon.jit
 def wait_for_last_launch():
-    """Wait until the launch before this one is done, whose parts are added now; for the groups."""
+    """Wait until the launch before this one is done, whose parts are added now."""
     gdc_wait()
 
 

@@ -81,7 +81,9 @@ def wait_scores(
     pending: gl.constexpr, s, left, D: gl.constexpr, BLOCK_D: gl.constexpr, IN_REGISTERS: gl.constexpr,
     SHIFTS: gl.constexpr = 0,
 ):  # fmt: skip
-    """Wait for scores, until so many later products, and ``SHIFTS`` of them, are left; a left side in registers is named, and so lasts.
+    """Wait for scores, until so many later products, and ``SHIFTS`` single ones of shifts, are left.
+
+    A left side in registers is named, and so lasts.
 
     The assembler of Triton 3.6 gives the registers of a left side that does not change in a loop to other values inside
     of the loop. A value that comes out of the wait changes, for all it knows.

@@ -27,7 +27,8 @@ from dilated_attention_pytorch.tiles import positive_scale
 
 # Per thread at the start, by the number of groups: 12 or 16 warps share 65,536. Groups then take some from the others.
 START_REGISTERS = {2: 168, 3: 128}
-# Of a program, for descriptors: two places of 128 bytes for each of four tensors, or of three tensors in each of two passes.
+# Of a program, for descriptors: two places of 128 bytes for each of up to five tensors and one for the sums of dq, or two for
+# each of three tensors in each of two passes.
 _SCRATCH_BYTES = 1536
 # Kernels that add parts have room in shared memory for what is known of this many, or of a larger power of 2.
 LEAST_PARTS = 8

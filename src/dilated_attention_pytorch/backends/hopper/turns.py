@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from dilated_attention_pytorch.backends.hopper.pieces import GROUP_ROWS
 from dilated_attention_pytorch.backends.triton.primitives import COLUMNS, find_family
 
-TOGETHER = gl.constexpr(264)  # items of a window: twice as many as there are multiprocessors
+TOGETHER = gl.constexpr(264)  # items of a window, or more: twice as many as there are multiprocessors
 
 
 @gluon.jit
@@ -25,7 +25,7 @@ def find_turn(TABLE, families, items, item, group, GROUPS: gl.constexpr):
     items of several tiles (a window) come first, then their second ones, and so on: programs that come free at the same
     time take items of different tiles, and one that takes the next of a tile comes a turn later.
 
-    Worked example: 5 tiles of 2 items in windows of 2 and 3 tiles. Tiles 0 1 2 0 1 2 3 4 3 4, turns 0 0 0 1 1 1 0 0 1 1.
+    Worked example: 5 tiles of 2 items in windows of 3 and 2 tiles. Tiles 0 1 2 0 1 2 3 4 3 4, turns 0 0 0 1 1 1 0 0 1 1.
     """
     ROWS: gl.constexpr = GROUPS * GROUP_ROWS
     row = find_family(TABLE, families, item)
@@ -71,7 +71,10 @@ def _wait_instruction(PENDING, READ):
 
 @gluon.jit
 def wait_additions(PENDING: gl.constexpr, READ: gl.constexpr):
-    """Wait until all but so many of this warp's additions are done, or (READ) have at least been read; for one warp."""
+    """Wait until all but so many of this warp's additions are done, or (READ) have at least been read; for one warp.
+
+    The assemblers of Triton 3.6 and 3.9 make the same instruction of both.
+    """
     x = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(_wait_instruction(PENDING, READ), "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 

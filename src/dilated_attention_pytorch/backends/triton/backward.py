@@ -70,7 +70,7 @@ def delta_kernel(
     """delta = dout . out - dlse for every row and head; and what hopper/dkv.py adds to products."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < rows
-    sample, n, head = index // (N * H), index // H % N, index % H
+    sample, n, head = index // H // N, index // H % N, index % H
     d = tl.arange(0, BLOCK_D)
     mask = inside[:, None] & (d < D)[None, :]
     dout_rows = sample * dout_stride_b + n * dout_stride_n + head * dout_stride_h
