@@ -115,8 +115,8 @@ def test_lengths_and_documents():
 def test_same_as_the_reference(options, mixing):
     """What the oracle does not know; the reference is tested against independent sums in other files."""
     pattern = Dilated([24, 64], [1, 3], torchscale_padding=not options)
-    tensors = inputs(2, 70, 70, 4, 2, 16)
-    dout, dlse = torch.randn_like(tensors[0]), torch.randn(2, 4, 70, device=DEVICE)
+    tensors = inputs(2, 70, 70, 2, 1, 16)
+    dout, dlse = torch.randn_like(tensors[0]), torch.randn(2, 2, 70, device=DEVICE)
     both = [
         results(
             lambda *x, backend=backend: attention(
