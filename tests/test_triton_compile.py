@@ -111,6 +111,8 @@ PRODUCTS = {
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_hopper_kernels(kernel, head_dim):
     cases = [case for case in HOPPER_CASES if (case[0] <= 64) == (head_dim == 64)]
+    if kernel == "dq":  # less of it differs between cases: dk and dv add twice as many parts
+        cases = [case for case in cases if case not in ([64, False, 1, 0], [128, True, 1, 32])]
     several = compiled_together([[f"hopper {kernel}", *case] for case in cases])
     for case, used in zip(cases, several, strict=True):
         check_hopper(kernel, used, single_results=case[4:] == [True])
@@ -125,7 +127,7 @@ def test_hopper_kernels(kernel, head_dim):
 
 @pytest.mark.parametrize("kernel", ["dq", "dkv"])
 def test_hopper_kernels_of_three_groups(kernel):
-    cases = [[48, True, 1, 8], [48, False, 2, 0], [64, True, 1, 8]]
+    cases = [[48, True, 1, 8], [48, False, 2, 0], [64, True, 1, 8]][:: 2 if kernel == "dq" else 1]
     for case, used in zip(cases, compiled_together([[f"hopper long_{kernel}", *case] for case in cases]), strict=True):
         check_hopper(kernel, used, groups=3)
         assert {x["products"] for x in used["loops"]} == {PRODUCTS[kernel][case[0]]}
