@@ -127,7 +127,7 @@ def test_hopper_kernels(kernel, head_dim):
 
 @pytest.mark.parametrize("kernel", ["dq", "dkv"])
 def test_hopper_kernels_of_three_groups(kernel):
-    cases = [[48, True, 1, 8], [48, False, 2, 0], [64, True, 1, 8]][:: 2 if kernel == "dq" else 1]
+    cases = [[48, True, 1, 8], [64, True, 1, 8]] + ([[48, False, 2, 0]] if kernel == "dkv" else [])
     for case, used in zip(cases, compiled_together([[f"hopper long_{kernel}", *case] for case in cases]), strict=True):
         check_hopper(kernel, used, groups=3)
         assert {x["products"] for x in used["loops"]} == {PRODUCTS[kernel][case[0]]}

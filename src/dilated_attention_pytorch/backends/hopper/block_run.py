@@ -15,8 +15,8 @@ from dilated_attention_pytorch.backends.hopper.configs import Config, configs
 from dilated_attention_pytorch.backends.hopper.run import (
     aligned,
     constants,
-    divisor,
     launch_persistent,
+    nonzero_scale,
     row_statistics,
     scaled_query,
 )
@@ -106,7 +106,7 @@ def dkv(
     query, key, value, _ = read
     chosen, (n, heads), (m, key_heads) = config or configs(query.shape[-1]).dkv, query.shape[1:3], key.shape[1:3]
     dk, dv = result_buffer(key, table), result_buffer(value, table)
-    numbers = (n, m, heads, key_heads, heads // key_heads, divisor(scale) * LOG2_E, scale)
+    numbers = (n, m, heads, key_heads, heads // key_heads, nonzero_scale(scale) * LOG2_E, scale)
     _launch(
         block_dkv_kernel, chosen, table, key_heads, (*read, statistics[2], dk, dv), read, numbers, block_size,
         BLOCK_M=chosen.block, OVERLAP=chosen.overlap, CAUSAL=is_causal,

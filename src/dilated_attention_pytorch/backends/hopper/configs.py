@@ -43,14 +43,6 @@ class Configs:
 # By the head size, up to this one.
 TABLE = {
     32: Configs(Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2, overlap=True)),
-    48: Configs(
-        Config(128, 6, 1),
-        Config(64, 8, 2),
-        Config(64, 8, 2, overlap=True),
-        Config(64, 8, 1, groups=3),
-        Config(64, 6, 0, groups=3),
-        Config(64, 4, 2, helpers=1),
-    ),
     64: Configs(
         Config(128, 6, 1),
         Config(64, 8, 2),

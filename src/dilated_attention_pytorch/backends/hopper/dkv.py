@@ -448,12 +448,12 @@ def dkv_kernel(
         gl.warp_specialize([
             (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
             (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
-            (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, TABLE, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS, False)),
+            (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, (), families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS, False)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
             (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
             (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
             (compute_dkv, (gl.constexpr(2), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
-            (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, TABLE, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS, False)),
+            (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, (), families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS, False)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -165,7 +165,7 @@ def _by_key_calls(
     problem = todo.problem
     numbers = (
         problem.queries, problem.keys, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
-        divisor(scale) * run.LOG2_E, scale,
+        nonzero_scale(scale) * run.LOG2_E, scale,
     )  # fmt: skip
     return _calls(kernel, run.dkv_calls, todo, head_dim, strides, config, numbers, BLOCK_M=config.block, **mode)
 
@@ -179,7 +179,7 @@ def _joint_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, con
     return _by_key_calls(joint_kernel, todo, head_dim, strides, scale, config)
 
 
-def divisor(scale: float) -> float:
+def nonzero_scale(scale: float) -> float:
     """A scale to divide lse by. Scores that a smaller one makes are 0 to the precision of lse."""
     return math.copysign(max(abs(scale), 1e-30), scale)
 
@@ -189,7 +189,7 @@ def row_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """lse, delta, and both as (B, H, N, 16) bfloat16 shifts (dkv.py)."""
     shifts = torch.empty((*lse.shape, 16), dtype=torch.bfloat16, device=lse.device)
-    delta = run.launch_delta(dout, out, dlse, lse, shifts.view(torch.int32), 1 / divisor(scale))
+    delta = run.launch_delta(dout, out, dlse, lse, shifts.view(torch.int32), 1 / nonzero_scale(scale))
     return lse, delta, shifts
 
 
