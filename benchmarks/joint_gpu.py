@@ -1,9 +1,10 @@
 """All gradients by one kernel (hopper/joint.py) against dq and dk, dv apart: bits, errors, times.
 
-    PYTHONPATH=src python3 benchmarks/joint_gpu.py odd,D64,D48,gigapath,paper [--compile] [--out FILE]
+    PYTHONPATH=src python3 benchmarks/joint_gpu.py 'odd,D64,D48,gigapath,paper,paper causal' [--compile] [--out FILE]
 
-From how many pairs on one kernel pays: the settings 8k, 16k, 32k, 64k are the first tokens of gigapath. Which of its
-branches does not gain: gigapath/1 to gigapath/16 are its branches alone, by their rates.
+From how many pairs on one kernel pays: the settings 2k to 64k are the first tokens of gigapath, "paper 2k" to "paper 64k"
+those of paper; from how long tiles on: D64/128 to D64/1024. gigapath/1 to gigapath/16 are its branches alone, by their
+rates. Any of them may be followed by " causal".
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ SETTINGS = {
     "gigapath": (gpu.GIGAPATH, 2**17, 16, 16, 48),
     "paper": (gpu.PAPER, 2**18, 12, 12, 64),
 }
-SETTINGS |= {f"{n}k": (gpu.GIGAPATH, n * 1024, 16, 16, 48) for n in (8, 16, 32, 64)}
+SETTINGS |= {f"{n}k": (gpu.GIGAPATH, n * 1024, 16, 16, 48) for n in (2, 4, 8, 16, 32, 64)}
+SETTINGS |= {f"paper {n}k": (gpu.PAPER, n * 1024, 12, 12, 64) for n in (2, 4, 8, 16, 32, 64)}
+SETTINGS |= {f"D64/{w}": (Dilated([w], [1]), 2**17, 12, 12, 64) for w in (128, 256, 512, 1024)}
 SETTINGS |= {f"gigapath/{r}": (Dilated([w], [r]), 2**17, 16, 16, 48) for w, r in gpu.GIGAPATH.branches}
 
 
@@ -39,11 +42,12 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def measure(name: str, only_compile: bool) -> dict:
-    pattern, n, heads, key_heads, d = SETTINGS[name]
+    pattern, n, heads, key_heads, d = SETTINGS[name.removesuffix(" causal")]
+    causal = name.endswith(" causal")
     torch.manual_seed(0)
     q, dout = torch.randn(2, 1, n, heads, d, device=gpu.GPU, dtype=torch.bfloat16).unbind(0)
     k, v = torch.randn(2, 1, n, key_heads, d, device=gpu.GPU, dtype=torch.bfloat16).unbind(0)
-    problem, scale = Problem(pattern, False, 1, n, n, heads, key_heads, None, None), d**-0.5
+    problem, scale = Problem(pattern, causal, 1, n, n, heads, key_heads, None, None), d**-0.5
     out, lse = run.forward(problem, q, k, v, scale=scale)
     lse, delta, shifts = run.row_statistics(dout, out, None, lse, scale=scale)
     read = problem, dout, q, k, v

@@ -399,5 +399,8 @@ def test_more_than_2_to_the_31_elements(backend):
     alone = [x[:, -tail:].detach().requires_grad_() for x in (q, k, v)]
     alone_out = call(*alone)
     alone_grads = torch.autograd.grad(alone_out, alone, dout[:, -tail:])
-    for a, b in zip((out, *grads), (alone_out, *alone_grads), strict=True):
+    for a, b in zip((out, *grads[1:]), (alone_out, *alone_grads[1:]), strict=True):
         assert torch.equal(a[:, -tail:], b)
+    # dq of so many rows is added up by another kernel (hopper/joint.py).
+    assert torch.equal(grads[0][:, -tail:], alone_grads[0]) or backend == "hopper"
+    assert (grads[0][:, -tail:] - alone_grads[0]).float().norm() <= 3e-3 * alone_grads[0].float().norm()

@@ -25,7 +25,7 @@ PATTERNS = {"cut": (Dilated([570, 1140], [1, 3]), 1140), "chain": (Dilated([256,
 @pytest.fixture
 def choose(monkeypatch):
     """A function that says whether gradients are computed at once, or apart."""
-    return lambda at_once: monkeypatch.setattr(configs, "_JOINT_FROM_PAIRS", {64: 0 if at_once else math.inf})
+    return lambda at_once: monkeypatch.setattr(configs, "_JOINT_FROM_PAIRS", 0 if at_once else math.inf)
 
 
 def tensors(n, m, head_dim, batch=1, heads=4, key_heads=2, dtype=torch.bfloat16):
@@ -50,17 +50,18 @@ def gradients(pattern, *tensors, **options):
     return results(ours(pattern, **options), *tensors)[2:]
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(40, torch.bfloat16), (48, torch.bfloat16), (64, torch.bfloat16), (64, torch.float16)]
 )
-def test_against_float64(name, head_dim, dtype, choose):
+def test_against_float64(name, head_dim, dtype, causal, choose):
     pattern, n = PATTERNS[name][0], 1140
     x = tensors(n, n, head_dim, dtype=dtype)
     choose(True)
-    actual = results(ours(pattern), *x)
-    exact = results(lambda *y: oracle.attention(*y, pattern), *(y.double().cpu() for y in x))
-    oracle.assert_rounding_only(actual, results(oracle.plain(pattern, False), *x), exact, dtype)
+    actual = results(ours(pattern, is_causal=causal), *x)
+    exact = results(lambda *y: oracle.attention(*y, pattern, is_causal=causal), *(y.double().cpu() for y in x))
+    oracle.assert_rounding_only(actual, results(oracle.plain(pattern, causal), *x), exact, dtype)
 
 
 CASES = {
@@ -70,6 +71,9 @@ CASES = {
     "negative scale": ("cut", 1140, {"scale": -0.3}),
     "no scale": ("cut", 1140, {"scale": 0.0}),
     "detached": ("chain", 5000, {"mixing_gradient": "detached"}),
+    "causal": ("chain", 5000, {"is_causal": True}),
+    "causal decoding": ("cut", 300, {"is_causal": True}),  # rectangles and squares, in launches of their own
+    "causal lengths": ("chain", 5000, {"is_causal": True, "lengths": [5000, 1701]}),
 }
 
 
@@ -91,16 +95,17 @@ def test_against_gradients_apart(case, head_dim, choose):
     assert (dq - joint_dq).float().norm() <= 3e-3 * dq.float().norm()  # rounded to bfloat16 twice
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [48, 64])
-def test_the_same_bits_in_200_runs(head_dim, choose):
+def test_the_same_bits_in_200_runs(head_dim, causal, choose):
     """More items than multiprocessors, which add to the same rows; fresh memory holds NaN (conftest)."""
     pattern = Dilated([384, 1536, 6912], [1, 2, 6])
     x = tensors(12288, 12288, head_dim, heads=6, key_heads=6)
     choose(True)
-    first = gradients(pattern, *x)
+    first = gradients(pattern, *x, is_causal=causal)
     assert all(y.isfinite().all() for y in first)
     for _ in range(200):
-        assert all(torch.equal(a, b) for a, b in zip(first, gradients(pattern, *x), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(pattern, *x, is_causal=causal), strict=True))
 
 
 @pytest.mark.parametrize("which", ["value", "dout", "query"])

@@ -73,23 +73,19 @@ def backward_config(problem: Problem, head_dim: int, *, by_keys: bool) -> Config
     return long if long and _is_long(problem, by_keys) else short
 
 
-# By the head size, up to this one: from how many pairs of a query and a key on all gradients are computed at once. Programs
-# begin one after the other then, and dq is rounded apart: that takes time, which five products instead of seven save.
-# Milliseconds at once / apart (by the version before), one H200 (docs/kernels.md, version 12):
-_JOINT_FROM_PAIRS = {
-    48: math.inf,  # one branch with tiles of 8192 rows 19.8 / 23.0, but the five branches of gigapath 22.8 / 22.6
-    64: 2**31,  # paper 77.2 / 97.4
-}
+# From how many pairs of a query and a key on, causal ones counted whole, all gradients are computed at once: programs begin
+# one after the other then, and dq is rounded apart, which takes time that five products instead of seven save.
+# Milliseconds at once / apart, one H200 (docs/kernels.md, version 13): short (2**28.4) 0.58 / 0.60, causal 0.37 / 0.45;
+# paper of 8k tokens 0.68 / 0.68, of 64k 4.8 / 5.6; gigapath of 8k 0.65 / 0.72, of 128k 18.5 / 21.4, causal 10.5 / 16.8.
+_JOINT_FROM_PAIRS = 2**28
 
 
 def joint_config(problem: Problem, head_dim: int) -> Config | None:
     """How all gradients are computed at once; None if they are not."""
-    known = configs(head_dim).joint
     # What is known of the parts of many branches takes the room of its few stages.
-    if known is None or problem.is_causal or len(problem.pattern.branches) > 32:
+    if len(problem.pattern.branches) > 32 or _pairs(problem) < _JOINT_FROM_PAIRS:
         return None
-    least = _JOINT_FROM_PAIRS[min(size for size in _JOINT_FROM_PAIRS if size >= head_dim)]
-    return known if _pairs(problem) >= least else None
+    return configs(head_dim).joint
 
 
 @lru_cache(maxsize=256)

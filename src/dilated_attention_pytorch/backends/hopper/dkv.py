@@ -22,7 +22,6 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     CHILDREN,
     FIRST,
     GROUP_ROWS,
-    K_AT,
     K_ROWS,
     PLACE,
     Q_AT,
@@ -64,7 +63,6 @@ from dilated_attention_pytorch.backends.hopper.turns import find_turn
 from dilated_attention_pytorch.backends.triton.primitives import LAST
 
 SHIFT_COLUMNS = gl.constexpr(16)  # 8 for scores, of which 3 are used, and 8 for their gradients
-TURN = K_AT  # in the place of a fact that these kernels do not use
 
 
 @gluon.jit
@@ -151,10 +149,9 @@ def produce_dkv(
     item = gl.atomic_add(TAKEN, 1, sem="relaxed") if JOINT else gl.program_id(0)
     while item < items:
         if JOINT:
-            row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, turn = find_turn(
+            row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_turn(
                 tables[0], families, items, item, group, GROUPS
             )
-            causal = turn < 0  # not served
         else:
             row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
                 tables[0], families, item, group, True, GROUPS
@@ -171,7 +168,6 @@ def produce_dkv(
         leave(facts, slot, PLACE, result)
         leave(facts, slot, STRIDE, stride)
         if JOINT:
-            leave(facts, slot, TURN, turn)
             leave(facts, slot, Q_AT, (sample.to(gl.int64) * N + starts[0]) * H + heads[1] * group)
         if PARTS > 0:
             leave_parts(facts, slot, row, starts[1], first, stride, found)

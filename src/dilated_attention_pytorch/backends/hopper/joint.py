@@ -16,8 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dilated_attention_pytorch.backends.hopper.dkv import TURN, allocate_dkv, compute_dkv, next_item, produce_dkv
+from dilated_attention_pytorch.backends.hopper.dkv import allocate_dkv, compute_dkv, next_item, produce_dkv, query_blocks
 from dilated_attention_pytorch.backends.hopper.pieces import (
+    CAUSAL,
+    FIRST,
     K_ROWS,
     Q_AT,
     Q_ROWS,
@@ -36,7 +38,7 @@ from dilated_attention_pytorch.backends.hopper.turns import pass_turn, wait_addi
 GROUPS = gl.constexpr(2)  # that compute dk and dv
 DS_PLACES = gl.constexpr(2)  # blocks of gradients of scores on their way to the third
 DQ_PLACES = gl.constexpr(4)  # and of dq on their way to memory
-CHUNK = gl.constexpr(4)  # blocks of query rows that have one counter: to ask and to tell takes as long as a block
+CHUNK = gl.constexpr(2)  # blocks of query rows that have one counter, as many rows as an item has keys
 
 
 @gluon.jit
@@ -55,11 +57,14 @@ def _multiply(
     more = next_item(facts, number, facts_full, 4)
     while more:
         slot = number & 1
-        blocks = (known(facts, slot, Q_ROWS).to(gl.int32) + BLOCK_M - 1) // BLOCK_M
+        begin, blocks, _, _ = query_blocks(
+            known(facts, slot, FIRST).to(gl.int32), known(facts, slot, Q_ROWS).to(gl.int32), known(facts, slot, CAUSAL) != 0,
+            BLOCK_M, GROUPS,
+        )  # fmt: skip
         mbarrier.arrive(facts_empty.index(slot), count=1)
         for which in gl.static_range(GROUPS):
             mbarrier.wait(rows_full.index(which), number & 1)
-        for _ in range(group * blocks):
+        for _ in range(group * (blocks - begin)):
             place = counter % DS_PLACES
             mbarrier.wait(full.index(place), counter // DS_PLACES & 1)
             dq = none
@@ -81,12 +86,19 @@ def _multiply(
 
 
 @gluon.jit
+def _turn(own, chunk, last, causal):
+    """How many items add to a chunk before this one: those of later keys that its rows see."""
+    return gl.where(causal, chunk, last) - own
+
+
+@gluon.jit
 def _add(
     SUMS, TURNS, items, group, H, dq_smem, facts, bars, dq_bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Add to dq, block by block, when it is this item's turn."""
     ROWS: gl.constexpr = GROUPS * 64
+    gl.static_assert(ROWS == CHUNK * BLOCK_M, "the first rows that see an item are a chunk")
     facts_full, facts_empty = bars[5:]
     dq_full, dq_empty = dq_bars
     counter = items * 0
@@ -95,35 +107,37 @@ def _add(
     while more:
         slot = number & 1
         q_rows = known(facts, slot, Q_ROWS, 1).to(gl.int32)
-        turns = (known(facts, slot, K_ROWS, 1).to(gl.int32) + ROWS - 1) // ROWS
+        own = known(facts, slot, FIRST, 1).to(gl.int32) // ROWS
+        causal = known(facts, slot, CAUSAL, 1) != 0
+        last = (known(facts, slot, K_ROWS, 1).to(gl.int32) - 1) // ROWS
         step = known(facts, slot, STRIDE, 1) * H  # from a row of the tile to its next, in rows of (B, N, H)
-        turn = known(facts, slot, TURN, 1).to(gl.int32)
         first = known(facts, slot, Q_AT, 1)
         mbarrier.arrive(facts_empty.index(slot), count=1)
-        blocks = (q_rows + BLOCK_M - 1) // BLOCK_M
+        begin, blocks, _, _ = query_blocks(own * ROWS, q_rows, causal, BLOCK_M, GROUPS)
         if PARTS > 0:
             wait_for_last_launch()  # it adds to the same rows, and has the same counters
         for member in range(group):
             rows = row_descriptor(SUMS + (first + member) * D, q_rows, step * D, D, BLOCK_M, BLOCK_D)
             counters = TURNS + first + member
-            for block in range(blocks):
+            for block in range(begin, blocks):
+                chunk = block // CHUNK
                 begins = block % CHUNK == 0
-                chunk_at = counters + block // CHUNK * (CHUNK * BLOCK_M) * step
                 if begins:
-                    wait_turn(chunk_at, turn)
+                    wait_turn(counters + chunk * step, _turn(own, chunk, last, causal))
                 place = counter % DQ_PLACES
                 mbarrier.wait(dq_full.index(place), counter // DQ_PLACES & 1)
                 tma_add(rows, [block * BLOCK_M, 0], dq_smem.index(place))
                 wait_additions(1, True)
-                mbarrier.arrive(dq_empty.index((counter + DQ_PLACES - 1) % DQ_PLACES), count=1, pred=block > 0)
-                if begins & (block > 0):
+                mbarrier.arrive(dq_empty.index((counter + DQ_PLACES - 1) % DQ_PLACES), count=1, pred=block > begin)
+                if begins & (block > begin):
                     wait_additions(1, False)
-                    pass_turn(chunk_at - CHUNK * BLOCK_M * step, turn, turns)
+                    pass_turn(counters + (chunk - 1) * step, _turn(own, chunk - 1, last, causal), own)
                 counter += 1
             wait_additions(0, False)
-            mbarrier.arrive(dq_empty.index((counter + DQ_PLACES - 1) % DQ_PLACES), count=1, pred=blocks > 0)
-            if blocks > 0:
-                pass_turn(counters + (blocks - 1) // CHUNK * (CHUNK * BLOCK_M) * step, turn, turns)
+            mbarrier.arrive(dq_empty.index((counter + DQ_PLACES - 1) % DQ_PLACES), count=1, pred=blocks > begin)
+            if blocks > begin:
+                chunk = (blocks - 1) // CHUNK
+                pass_turn(counters + chunk * step, _turn(own, chunk, last, causal), own)
         number += 1
         more = next_item(facts, number, facts_full, 1)
 
@@ -147,7 +161,7 @@ def joint_kernel(
 ):  # fmt: skip
     """dk and dv of the items of a table, as dkv_kernel, and dq without ``scale`` of all rows that see them.
 
-    For tables without causal tiles, of which no two have the same query row.
+    For tables of which no two tiles have the same query row.
     """
     dtype: gl.constexpr = Q.dtype.element_ty
     smem, bars = allocate_dkv(dtype, GROUPS, 1, 2, STAGES, BLOCK_M, BLOCK_D)

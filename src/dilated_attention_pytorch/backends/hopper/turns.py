@@ -1,9 +1,17 @@
 """Programs that add to the same rows in memory, in a fixed order: so that sums have the same bits in every run.
 
-Several items, which have the same query rows and different keys, add to the same rows of dq. They do so in the order of
-their numbers (*turns*): a counter in memory for each chunk of query rows of a tile says whose turn it is. Programs take
-items in that order as they come to them, so an item only ever waits for items that are being computed, never for ever.
-That also keeps waits short: programs that follow one another are a turn apart, and stay so from tile to tile.
+Several items, which have the same query rows and different keys, add to the same rows of dq. They do so in turns, the item of
+the last keys first: a counter in memory for each chunk of query rows of a tile says whose turn it is. Programs take items in
+that order as they come to them, so an item only ever waits for items that are being computed, never for ever. That also keeps
+waits short: programs that follow one another are a turn apart, and stay so from tile to tile.
+
+The last keys first, because of causal tiles: there an item begins with the chunk of rows that have its keys' positions, and is
+the first that adds to it. With the next chunk, the item behind it has begun. So items that begin together never wait:
+
+    chunk of rows     0   1   2   3
+    keys of item 0    0   1   2   3     when it is computed by each, from the begin of the item on
+    keys of item 1        0   1   2
+    keys of item 2            0   1
 """
 
 from __future__ import annotations
@@ -14,18 +22,20 @@ from triton.experimental.gluon import language as gl
 from dilated_attention_pytorch.backends.hopper.pieces import GROUP_ROWS
 from dilated_attention_pytorch.backends.triton.primitives import COLUMNS, find_family
 
-TOGETHER = gl.constexpr(264)  # items of a window, or more: twice as many as there are multiprocessors
+# Items of a window, or more: one and a half times as many as there are multiprocessors. More tiles at a time, or items further
+# apart, and what they read no longer stays in the L2 cache.
+TOGETHER = gl.constexpr(198)
 
 
 @gluon.jit
 def find_turn(TABLE, families, items, item, group, GROUPS: gl.constexpr):
-    """pieces.find_item by keys, not causal, and the item's turn, with items of several tiles in turns.
+    """pieces.find_item by keys, with the last items of a tile first, and items of several tiles in turns.
 
-    Items of one tile that follow one another would begin at the same time and then wait for each other. Here the first
-    items of several tiles (a window) come first, then their second ones, and so on: programs that come free at the same
-    time take items of different tiles, and one that takes the next of a tile comes a turn later.
+    Items of one tile that follow one another would begin at the same time and then wait for each other. Here the last items
+    of several tiles (a window) come first, then those before, and so on: programs that come free at the same time take items
+    of different tiles, and one that takes the next of a tile comes a turn later.
 
-    Worked example: 5 tiles of 2 items in windows of 3 and 2 tiles. Tiles 0 1 2 0 1 2 3 4 3 4, turns 0 0 0 1 1 1 0 0 1 1.
+    Worked example: 5 tiles of 2 items in windows of 3 and 2 tiles. Tiles 0 1 2 0 1 2 3 4 3 4, items 1 1 1 0 0 0 1 1 0 0.
     """
     ROWS: gl.constexpr = GROUPS * GROUP_ROWS
     row = find_family(TABLE, families, item)
@@ -48,7 +58,7 @@ def find_turn(TABLE, families, items, item, group, GROUPS: gl.constexpr):
     width = gl.where(late, base, base + 1)
     index -= gl.where(late, split, 0)
     inside = index % (width * turns)
-    turn = inside // width
+    own = turns - 1 - inside // width
     index = gl.where(late, wide * (base + 1), 0) + index // (width * turns) * width + inside % width
     a = index % heads
     index = index // heads
@@ -60,8 +70,9 @@ def find_turn(TABLE, families, items, item, group, GROUPS: gl.constexpr):
     sample = (gl.load(row + 1) + own_sample).to(gl.int32)
     q_rows = gl.load(row + 9).to(gl.int32)
     stride = gl.load(row + 12).to(gl.int32)
+    causal = gl.load(row + 13) != 0
     both = key_head * group, key_head
-    return row, turn * ROWS, both, own_sample, sample, tile, starts, q_rows, k_rows, stride, turn
+    return row, own * ROWS, both, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal
 
 
 @gluon.constexpr_function
@@ -93,6 +104,7 @@ def wait_turn(COUNTER, turn):
 
 
 @gluon.jit
-def pass_turn(COUNTER, turn, turns):
-    """Let the next turn add, after additions that are done. The last one leaves the counter as the first one found it."""
-    gl.atomic_xchg(COUNTER, gl.where(turn == turns - 1, 0, turn + 1), sem="release")
+def pass_turn(COUNTER, turn, own):
+    """Let the next item add, after additions that are done. The last one, item 0, leaves the counter as the first one found
+    it."""
+    gl.atomic_xchg(COUNTER, gl.where(own == 0, 0, turn + 1), sem="release")
