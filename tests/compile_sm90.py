@@ -2,7 +2,6 @@
 
     python tests/compile_sm90.py '[["forward", 2, 64, 64, 64, 4, 3]]'     kernel, element size, head size, config
     python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size [, final, group, parts, single]
-    python tests/compile_sm90.py '[["hopper long_dq", 64]]'               the same, three groups
     python tests/compile_sm90.py '[["hopper joint", 64]]'                 the same, all gradients
     python tests/compile_sm90.py '[["block forward", 2, 64, 128]]'        kernel, element size, head size, block size
     python tests/compile_sm90.py '[["hopper block dq", 64, 128, true, 1]]' kernel, head size, block size, causal, group
@@ -138,7 +137,6 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
 
 def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_PARTS, single_results=False):
     config = getattr(hopper_configs.configs(head_dim), kernel)
-    kernel = kernel.removeprefix("long_")
     constants = {
         "D": head_dim,
         "BLOCK_D": padded(head_dim),
@@ -152,8 +150,6 @@ def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_P
         constants["group"] = 1
     if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
-    if kernel in ("dq", "dkv"):
-        constants["GROUPS"] = config.groups
     options = {"num_warps": 4, "maxnreg": hopper_run.constants(config, head_dim)["maxnreg"]}
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options, RESULTS if single_results else ())
 
@@ -173,7 +169,7 @@ def hopper_block_usage(kernel, head_dim, block_size, causal, group):
         constants["group"] = 1
     if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
-    options = {"num_warps": 4, "maxnreg": hopper_run.START_REGISTERS[config.groups]}
+    options = {"num_warps": 4, "maxnreg": hopper_run.START_REGISTERS[config.helpers]}
     return compiled_usage(GluonASTSource, HOPPER_BLOCKS[kernel], constants, 2, options)
 
 

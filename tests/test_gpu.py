@@ -263,15 +263,14 @@ def test_hopper_head_sizes(head_dim, causal):
 @HOPPER
 @pytest.mark.parametrize("lengths", [None, [1140, 500]])
 @pytest.mark.parametrize("head_dim", [40, 48, 64])
-def test_hopper_items_of_three_groups(head_dim, lengths, monkeypatch):
-    """Tiles of 570 and 380 rows are 3 and 2 items of 192 rows with ragged ends; parts; two query heads to a key."""
+def test_hopper_ragged_tiles(head_dim, lengths):
+    """Tiles of 570 and 380 rows are 5 and 3 items with ragged ends; parts; two query heads to a key."""
     pattern, n = Dilated([570, 1140], [1, 3]), 1140
     batch = len(lengths or [n])
     lengths = None if lengths is None else torch.tensor(lengths, device="cuda")
     q, dout = torch.randn(2, batch, n, 4, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
     k, v = torch.randn(2, batch, n, 2, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
     dlse = torch.randn(batch, 4, n, device="cuda")
-    monkeypatch.setattr(configs, "_is_long", lambda problem, by_keys: True)  # not for so few rows
     call = lambda *x: attention(*x, pattern, lengths=lengths, backend="hopper", return_lse=True)  # noqa: E731
     actual = run(call, q, k, v, dout, dlse)
     for sample, length in enumerate([n] if lengths is None else lengths.tolist()):

@@ -215,29 +215,6 @@ def test_tables_are_kept_for_the_gpu_that_reads_them(capturing, monkeypatch):
     assert captured == ([owner] if capturing else [])
 
 
-@pytest.mark.parametrize(
-    ("pattern", "head_dim", "groups", "options"),
-    [
-        (Dilated([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16]), 48, (3, 3), {}),
-        (Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12]), 64, (3, 3), {}),
-        (Dilated([2048], [1]), 128, (2, 2), {}),
-        (Dilated([256], [1]), 48, (2, 2), {}),  # 2 items of either size
-        (Dilated([2048], [1]), 48, (3, 3), {}),
-        (Dilated([2048], [1]), 48, (2, 2), {"is_causal": True}),
-        (Dilated([2048], [1]), 48, (2, 2), {"cu_seqlens": (0, 2048)}),  # 176 items are two rounds, as 256 are
-        (Dilated([2048], [1]), 48, (2, 2), {"cu_seqlens": (0, 100, 300, 550)}),
-    ],
-)
-def test_three_groups_where_they_waste_little(pattern, head_dim, groups, options):
-    """By hand: 6 items for 1,024 rows, 12 % more, but in one of five branches; for 100 and 250 rows, half more."""
-    from dilated_attention_pytorch.backends.hopper.configs import backward_config
-
-    n = options.get("cu_seqlens", (131072,))[-1]
-    fields = {"is_causal": False, "lengths": None, "cu_seqlens": None} | options
-    problem = Problem(pattern, batch=1, queries=n, keys=n, heads=16, key_heads=16, **fields)
-    assert tuple(backward_config(problem, head_dim, by_keys=by_keys).groups for by_keys in (False, True)) == groups
-
-
 def test_launches_of_one_branch_each():
     """Rates 4 and 6 are of one level: their tiles have the same rows of queries."""
     problem = Problem(Dilated([64, 128, 240], [1, 4, 6]), False, 2, 480, 480, 6, 3, None, None)

@@ -125,15 +125,6 @@ def test_hopper_kernels(kernel, head_dim):
         assert used["memory_order"].count("W") == (2 * passes(kernel) if case[3] > 0 else 0)
 
 
-@pytest.mark.parametrize("kernel", ["dq", "dkv"])
-def test_hopper_kernels_of_three_groups(kernel):
-    cases = [[48, True, 1, 8], [64, True, 1, 8]] + ([[48, False, 2, 0]] if kernel == "dkv" else [])
-    for case, used in zip(cases, compiled_together([[f"hopper long_{kernel}", *case] for case in cases]), strict=True):
-        check_hopper(kernel, used, groups=3)
-        assert {x["products"] for x in used["loops"]} == {PRODUCTS[kernel][case[0]]}
-        assert used["memory_order"].count("W") == (3 if case[3] > 0 else 0)
-
-
 def test_hopper_kernel_of_all_gradients():
     cases = [48, True, 1, 8], [64, False, 2, 0], [64, True, 1, 32]
     for case, used in zip(cases, compiled_together([["hopper joint", *case] for case in cases]), strict=True):

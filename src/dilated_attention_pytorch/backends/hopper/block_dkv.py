@@ -11,7 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dilated_attention_pytorch.backends.hopper.block_pieces import (
     FIRST,
-    GROUPS,
     LENGTH,
     PLACE,
     find_block_item,
@@ -52,7 +51,7 @@ def _load_unit(
 ):  # fmt: skip
     """Ask for an item's keys and values, if this is its first unit, then for listed rows of q and dout, with shifts."""
     if member == 0:
-        load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D, GROUPS)
+        load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D)
     q_smem, dout_smem, shift_smem = smem[2:5]
     full, empty = bars[2:4]
     q_desc = row_descriptor(q_at, length, steps[0], D, BLOCK_M, BLOCK_D)
@@ -181,7 +180,7 @@ def _compute_dkv(
             if count > 0:
                 dk, dv, k, v, counter = dkv_of_head(
                     which, k, v, dk, dv, 0, count * EACH, clear, whole, EACH, from_first, from_last, length, LAST, False, CAUSAL, counter,
-                    scale_log2, columns, m, none, smem[2:], bars[2:4], (), D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S, 2, False,
+                    scale_log2, columns, m, none, smem[2:], bars[2:4], (), D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S, False,
                 )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
@@ -211,7 +210,7 @@ def block_dkv_kernel(
 ):  # fmt: skip
     """dk and dv of blocks of 128 key rows, summed over the query rows that list them and the query heads of their group."""
     dtype: gl.constexpr = Q.dtype.element_ty
-    smem, bars = allocate_dkv(dtype, GROUPS, 0, 0, STAGES, BLOCK_M, BLOCK_D)
+    smem, bars = allocate_dkv(dtype, 0, 0, STAGES, BLOCK_M, BLOCK_D)
     facts = allocate_facts(0)
     fence_async_shared()
     strides = (

@@ -17,10 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dilated_attention_pytorch.backends.hopper.pieces import GROUP_ROWS, known, leave, load_rows
+from dilated_attention_pytorch.backends.hopper.pieces import ROWS, known, leave, load_rows
 
-GROUPS = gl.constexpr(2)
-ROWS = gl.constexpr(GROUPS.value * GROUP_ROWS.value)  # of an item
 COLUMNS = gl.constexpr(8)  # of a table of blocks, see block_tables.COLUMNS
 # What the producer leaves of an item; not every kernel reads all of it. The places are those of its first row among the
 # (B, rows, heads) of a tensor, and among the (B, heads, rows) of statistics.

@@ -13,6 +13,7 @@ from dilated_attention_pytorch.backends.hopper.block_dq import block_dq_kernel
 from dilated_attention_pytorch.backends.hopper.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.hopper.configs import Config, configs
 from dilated_attention_pytorch.backends.hopper.run import (
+    ITEM_ROWS,
     aligned,
     constants,
     launch_persistent,
@@ -37,9 +38,8 @@ def _launch(
     **mode: Any,
 ) -> None:
     """One launch over all blocks of 128 rows of all heads; ``read`` are the inputs of rows (B, N, H, D)."""
-    assert config.groups == 2, "blocks are of 128 or 256 rows: items of 192 do not fit"
     rows = table.rows.shape[0]
-    items = rows * (block_size // config.item_rows) * heads
+    items = rows * (block_size // ITEM_ROWS) * heads
     numbers = (rows, items, *row_strides(x.stride() for x in read), *numbers)
     # A counter; in the forward also what each program has taken.
     taken = torch.zeros(1 + items, dtype=torch.int32, device=table.rows.device)

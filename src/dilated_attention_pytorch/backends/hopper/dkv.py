@@ -21,11 +21,12 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     CAUSAL,
     CHILDREN,
     FIRST,
-    GROUP_ROWS,
+    GROUPS,
     K_ROWS,
     PLACE,
     Q_AT,
     Q_ROWS,
+    ROWS,
     STRIDE,
     address,
     allocate_barriers,
@@ -66,9 +67,7 @@ SHIFT_COLUMNS = gl.constexpr(16)  # 8 for scores, of which 3 are used, and 8 for
 
 
 @gluon.jit
-def load_kv(
-    at, steps, first, k_rows, number, smem, bars, D: gl.constexpr, BLOCK_D: gl.constexpr, GROUPS: gl.constexpr
-):  # fmt: skip
+def load_kv(at, steps, first, k_rows, number, smem, bars, D: gl.constexpr, BLOCK_D: gl.constexpr):
     """Ask for the keys and values of all groups of an item."""
     k_desc = row_descriptor(at[0], k_rows, steps[0], D, 64, BLOCK_D)
     v_desc = row_descriptor(at[1], k_rows, steps[1], D, 64, BLOCK_D)
@@ -99,11 +98,11 @@ def load_shifts(desc, first, full, smem, stage):
 def _load_unit(
     member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, shifts_at, steps, stride, q_rows, begin_block, blocks,
     counter, smem, bars,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Ask for an item's keys and values, if this is its first unit, then for rows of q and dout, and their shifts."""
     if member == 0:
-        load_kv(kv_at, kv_steps, first, k_rows, number, smem, bars, D, BLOCK_D, GROUPS)
+        load_kv(kv_at, kv_steps, first, k_rows, number, smem, bars, D, BLOCK_D)
     q_smem, dout_smem, shift_smem = smem[2:5]
     full, empty = bars[2:4]
     q_desc = row_descriptor(q_at, q_rows, steps[0], D, BLOCK_M, BLOCK_D)
@@ -120,11 +119,11 @@ def _load_unit(
 
 
 @gluon.jit
-def query_blocks(first, q_rows, causal, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr):
+def query_blocks(first, q_rows, causal, BLOCK_M: gl.constexpr):
     """Which blocks of query rows see the keys of an item from ``first`` on: from, to; the first that needs no causal mask, and the end
     of the whole ones."""
     begin = gl.where(causal, first // BLOCK_M, 0)
-    clear = gl.where(causal, (first + GROUPS * GROUP_ROWS + BLOCK_M - 1) // BLOCK_M, 0)
+    clear = gl.where(causal, (first + ROWS + BLOCK_M - 1) // BLOCK_M, 0)
     return begin, (q_rows + BLOCK_M - 1) // BLOCK_M, clear, q_rows // BLOCK_M
 
 
@@ -133,7 +132,7 @@ def produce_dkv(
     tensors, SHIFTS, tables, TAKEN, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts,
     bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    PARTS: gl.constexpr, GROUPS: gl.constexpr, JOINT: gl.constexpr,
+    PARTS: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     """Find items, leave what the groups have to know of them, and load their rows.
 
@@ -150,11 +149,11 @@ def produce_dkv(
     while item < items:
         if JOINT:
             row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_turn(
-                tables[0], families, items, item, group, GROUPS
+                tables[0], families, items, item, group
             )
         else:
             row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
-                tables[0], families, item, group, True, GROUPS
+                tables[0], families, item, group, True
             )
         result = result_row(row, own_sample, sample, heads[1], tile, starts[1], first, M, G, FINAL)
         if PARTS > 0:
@@ -172,7 +171,7 @@ def produce_dkv(
         if PARTS > 0:
             leave_parts(facts, slot, row, starts[1], first, stride, found)
         mbarrier.arrive(facts_full.index(slot), count=1)
-        begin, blocks, _, _ = query_blocks(first, q_rows, causal, BLOCK_M, GROUPS)
+        begin, blocks, _, _ = query_blocks(first, q_rows, causal, BLOCK_M)
         kv_at = (
             address(K, k_strides, sample, starts[1], heads[1]),
             address(V, v_strides, sample, starts[1], heads[1]),
@@ -192,12 +191,12 @@ def produce_dkv(
             if parity == 0:
                 counter = _load_unit(
                     member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, shifts_at, steps, stride, q_rows,
-                    begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, GROUPS,
+                    begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
             else:
                 counter = _load_unit(
                     member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, shifts_at, steps, stride, q_rows,
-                    begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, GROUPS,
+                    begin, blocks, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES,
                 )  # fmt: skip
             unit += 1
         number += 1
@@ -230,7 +229,7 @@ def _weights(s, scale_log2, rows, columns, masked, q_rows, keys, causal):
 
 
 @gluon.jit
-def _hand_over(ds, which: gl.constexpr, counter, handed, GROUPS: gl.constexpr):
+def _hand_over(ds, which: gl.constexpr, counter, handed):
     """Leave the gradients of a block's scores, keys by queries, to the group that multiplies for dq."""
     ds_smem, full, empty = handed
     PLACES: gl.constexpr = ds_smem.shape[0] // GROUPS
@@ -246,7 +245,7 @@ def dkv_of_head(
     which: gl.constexpr, k, v, dk, dv, from_block, blocks, clear, whole, edge, near, far, q_rows, keys, ragged, causal, counter, scale_log2,
     columns, m, none, smem, bars, handed,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    OVERLAP: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, JOINT: gl.constexpr,
+    OVERLAP: gl.constexpr, S: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv what blocks of query rows of one head give, for the keys of one group.
 
@@ -292,7 +291,7 @@ def dkv_of_head(
             ds = as_weights(rounded, dtype, D, BLOCK_D)
             dk = start_sums(ds, q_smem.index(stage), dk, D)
             if JOINT:
-                _hand_over(rounded, which, counter, handed, GROUPS)
+                _hand_over(rounded, which, counter, handed)
             dv, dk = wait_both_sums(dv, p, dk, ds, D, BLOCK_D)
             mbarrier.arrive(empty.index(stage), count=1)
         counter += 1
@@ -308,7 +307,7 @@ def dkv_of_head(
 def compute_dkv(
     which: gl.constexpr, results, items, group, G, scale_log2, scale, smem, facts, bars, handed,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    HELD: gl.constexpr, OVERLAP: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr, JOINT: gl.constexpr,
+    HELD: gl.constexpr, OVERLAP: gl.constexpr, PARTS: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one group's rows of all items."""
     PART_DK, PART_DV, DK, DV = results
@@ -330,7 +329,7 @@ def compute_dkv(
         first = known(facts, slot, FIRST).to(gl.int32)
         q_rows = known(facts, slot, Q_ROWS).to(gl.int32)
         causal = known(facts, slot, CAUSAL) != 0
-        from_block, blocks, clear, whole = query_blocks(first, q_rows, causal, BLOCK_M, GROUPS)
+        from_block, blocks, clear, whole = query_blocks(first, q_rows, causal, BLOCK_M)
         columns = first + which * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
         if JOINT:
             # Keys behind the end have zeros for rows, and may not have infinite weights: dq would be no number.
@@ -347,7 +346,7 @@ def compute_dkv(
         for _member in range(group):
             dk, dv, k, v, counter = dkv_of_head(
                 which, k, v, dk, dv, from_block, blocks, clear, whole, 0, 0, 0, q_rows, keys, ragged, causal, counter, scale_log2,
-                columns, m, none, smem[2:], bars[2:4], handed, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S, GROUPS, JOINT,
+                columns, m, none, smem[2:], bars[2:4], handed, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, S, JOINT,
             )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
@@ -389,7 +388,7 @@ def _make_marks():
 
 @gluon.jit
 def allocate_dkv(
-    dtype: gl.constexpr, GROUPS: gl.constexpr, OTHER_KEYS: gl.constexpr, OTHER_FACTS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
+    dtype: gl.constexpr, OTHER_KEYS: gl.constexpr, OTHER_FACTS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """Shared memory and barriers; how many read the keys and the facts of an item beside the groups."""
@@ -426,11 +425,10 @@ def dkv_kernel(
     HELD: gl.constexpr,  # how many of k and v stay in registers
     OVERLAP: gl.constexpr,  # compute scores while the block before is still being added up
     PARTS: gl.constexpr,  # at most so many parts are added to each result, a power of 2; or none
-    GROUPS: gl.constexpr,  # of four warps: 64 keys each
 ):  # fmt: skip
     """dk and dv of the items of a table, summed over the query rows that see them and the query heads of their group."""
     dtype: gl.constexpr = Q.dtype.element_ty
-    smem, bars = allocate_dkv(dtype, GROUPS, 0, 0, STAGES, BLOCK_M, BLOCK_D)
+    smem, bars = allocate_dkv(dtype, 0, 0, STAGES, BLOCK_M, BLOCK_D)
     facts = allocate_facts(PARTS)
     fence_async_shared()
     q_strides = q_stride_b, q_stride_n, q_stride_h
@@ -440,16 +438,8 @@ def dkv_kernel(
     results = PART_DK, PART_DV, DK, DV
     tables = TABLE, LAYOUT, OFFSETS
     sizes = N, M, H, G, parts
-    if GROUPS == 2:
-        gl.warp_specialize([
-            (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
-            (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
-            (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, (), families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS, False)),
-        ], [4, 1], [232, 40])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
-            (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
-            (compute_dkv, (gl.constexpr(2), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, GROUPS, False)),
-            (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, (), families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS, False)),
-        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    gl.warp_specialize([
+        (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, False)),
+        (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, False)),
+        (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, (), families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, False)),
+    ], [4, 1], [232, 40])  # fmt: skip

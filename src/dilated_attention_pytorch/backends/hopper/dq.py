@@ -18,6 +18,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     CAUSAL,
     CHILDREN,
     FIRST,
+    GROUPS,
     K_ROWS,
     PLACE,
     Q_ROWS,
@@ -64,7 +65,7 @@ from dilated_attention_pytorch.backends.triton.primitives import LOG2_E
 @gluon.jit
 def _load_dq_item(
     at, steps, statistics, stride, first, q_rows, k_rows, blocks, number, counter, smem, bars,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem = smem
     rows_full, rows_empty = bars[:2]
@@ -94,7 +95,7 @@ def _load_dq_item(
 def _produce_dq(
     tensors, statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    PARTS: gl.constexpr, GROUPS: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     Q, K, V, DOUT = tensors
     LSE, DELTA = statistics
@@ -105,7 +106,7 @@ def _produce_dq(
     number = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
-            tables[0], families, item, group, False, GROUPS
+            tables[0], families, item, group, False
         )
         place = result_row(row, own_sample, sample, heads[0], tile, starts[0], first, N, H, FINAL)
         if PARTS > 0:
@@ -121,7 +122,7 @@ def _produce_dq(
         if PARTS > 0:
             leave_parts(facts, parity, row, starts[0], first, stride, found)
         mbarrier.arrive(facts_full.index(parity), count=1)
-        blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N, GROUPS)
+        blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N)
         at = (
             address(Q, q_strides, sample, starts[0], heads[0]),
             address(K, k_strides, sample, starts[1], heads[1]),
@@ -135,12 +136,12 @@ def _produce_dq(
         if parity == 0:
             counter = _load_dq_item(
                 at, steps, own_statistics, stride, first, q_rows, k_rows, blocks, number, counter, smem, bars,
-                D, BLOCK_D, BLOCK_N, STAGES, GROUPS,
+                D, BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
         else:
             counter = _load_dq_item(
                 at, steps, own_statistics, stride, first, q_rows, k_rows, blocks, number, counter, smem, bars,
-                D, BLOCK_D, BLOCK_N, STAGES, GROUPS,
+                D, BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
         number += 1
 
@@ -210,7 +211,7 @@ def dq_of_item(
 def _compute_dq(
     which: gl.constexpr, results, items, H, scale_log2, scale, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    HELD: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr,
+    HELD: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     PART_DQ, DQ = results
     q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem = smem
@@ -229,7 +230,7 @@ def _compute_dq(
         first = known(facts, slot, FIRST).to(gl.int32)
         k_rows = known(facts, slot, K_ROWS).to(gl.int32)
         causal = known(facts, slot, CAUSAL) != 0
-        blocks, clear_blocks = key_blocks(first, k_rows, causal, BLOCK_N, GROUPS)
+        blocks, clear_blocks = key_blocks(first, k_rows, causal, BLOCK_N)
         seen = seen_keys(first + which * 64 + gl.arange(0, 64, gl.SliceLayout(1, S)), k_rows, causal)
         mbarrier.wait(rows_full.index(which), number & 1)
         lse2 = lse_smem.index(which).load(gl.SliceLayout(1, S)) * LOG2_E
@@ -280,7 +281,6 @@ def dq_kernel(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
     HELD: gl.constexpr,  # how many of q and dout stay in registers
     PARTS: gl.constexpr,  # at most so many parts are added to each result, a power of 2; or none
-    GROUPS: gl.constexpr,  # of four warps: 64 query rows each
 ):  # fmt: skip
     """dq of the items of a table: ``scale * sum_j p_ij (dp_ij - delta_i) k_j``."""
     dtype: gl.constexpr = Q.dtype.element_ty
@@ -312,16 +312,8 @@ def dq_kernel(
     statistics = LSE, DELTA
     tables = TABLE, LAYOUT, OFFSETS
     sizes = N, H, G, parts
-    if GROUPS == 2:
-        gl.warp_specialize([
-            (_compute_dq, (gl.constexpr(0), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, GROUPS)),
-            (_compute_dq, (gl.constexpr(1), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, GROUPS)),
-            (_produce_dq, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, PARTS, GROUPS)),
-        ], [4, 1], [232, 40])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_compute_dq, (gl.constexpr(0), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, GROUPS)),
-            (_compute_dq, (gl.constexpr(1), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, GROUPS)),
-            (_compute_dq, (gl.constexpr(2), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, GROUPS)),
-            (_produce_dq, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, PARTS, GROUPS)),
-        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    gl.warp_specialize([
+        (_compute_dq, (gl.constexpr(0), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS)),
+        (_compute_dq, (gl.constexpr(1), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS)),
+        (_produce_dq, ((Q, K, V, DOUT), statistics, tables, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, PARTS)),
+    ], [4, 1], [232, 40])  # fmt: skip

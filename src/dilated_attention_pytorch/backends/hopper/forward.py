@@ -13,6 +13,7 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
     CAUSAL,
     CHILDREN,
     FIRST,
+    GROUPS,
     K_AT,
     K_ROWS,
     LSE_PLACE,
@@ -57,8 +58,6 @@ from dilated_attention_pytorch.backends.hopper.softmax import (
 )
 from dilated_attention_pytorch.backends.triton.primitives import LN_2
 
-GROUPS = gl.constexpr(2)  # three were not faster, see docs/kernels.md, version 10
-
 
 @gluon.jit
 def _load_item(
@@ -86,7 +85,7 @@ def _look_ahead_pass(
     facts_full, done = bars[6], bars[7]
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
-            tables[0], families, item, group, False, GROUPS
+            tables[0], families, item, group, False
         )
         zero_keys = gl.load(row + 14)
         place = result_row(row, own_sample, sample, heads[0], tile, starts[0], first, N, H, FINAL)
@@ -150,7 +149,7 @@ def _produce_pass(
         q_at = Q + known(facts, slot, Q_AT, 1)
         k_at = K + known(facts, slot, K_AT, 1)
         v_at = V + known(facts, slot, V_AT, 1)
-        blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N, GROUPS)
+        blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N)
         steps = stride * row_strides[0], stride * row_strides[1], stride * row_strides[2]
         if slot == 0:
             counter = _load_item(
@@ -213,7 +212,7 @@ def _compute_pass(
         first = known(facts, slot, FIRST).to(gl.int32)
         k_rows = known(facts, slot, K_ROWS).to(gl.int32)
         causal = known(facts, slot, CAUSAL) != 0
-        blocks, clear_blocks = key_blocks(first, k_rows, causal, BLOCK_N, GROUPS)
+        blocks, clear_blocks = key_blocks(first, k_rows, causal, BLOCK_N)
         begin = first + which * 64
         seen = seen_keys(begin + gl.arange(0, 64, gl.SliceLayout(1, S)), k_rows, causal)
         # Zero keys have logit 0 and value 0: they only start the denominator.

@@ -20,9 +20,11 @@ from dilated_attention_pytorch.backends.hopper.dkv import allocate_dkv, compute_
 from dilated_attention_pytorch.backends.hopper.pieces import (
     CAUSAL,
     FIRST,
+    GROUPS,
     K_ROWS,
     Q_AT,
     Q_ROWS,
+    ROWS,
     STRIDE,
     allocate_barriers,
     allocate_facts,
@@ -35,7 +37,6 @@ from dilated_attention_pytorch.backends.hopper.pieces import (
 )
 from dilated_attention_pytorch.backends.hopper.turns import pass_turn, wait_additions, wait_turn
 
-GROUPS = gl.constexpr(2)  # that compute dk and dv
 DS_PLACES = gl.constexpr(2)  # blocks of gradients of scores on their way to the third
 DQ_PLACES = gl.constexpr(4)  # and of dq on their way to memory
 CHUNK = gl.constexpr(2)  # blocks of query rows that have one counter, as many rows as an item has keys
@@ -59,7 +60,7 @@ def _multiply(
         slot = number & 1
         begin, blocks, _, _ = query_blocks(
             known(facts, slot, FIRST).to(gl.int32), known(facts, slot, Q_ROWS).to(gl.int32), known(facts, slot, CAUSAL) != 0,
-            BLOCK_M, GROUPS,
+            BLOCK_M,
         )  # fmt: skip
         mbarrier.arrive(facts_empty.index(slot), count=1)
         for which in gl.static_range(GROUPS):
@@ -97,7 +98,6 @@ def _add(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Add to dq, block by block, when it is this item's turn."""
-    ROWS: gl.constexpr = GROUPS * 64
     gl.static_assert(ROWS == CHUNK * BLOCK_M, "the first rows that see an item are a chunk")
     facts_full, facts_empty = bars[5:]
     dq_full, dq_empty = dq_bars
@@ -113,7 +113,7 @@ def _add(
         step = known(facts, slot, STRIDE, 1) * H  # from a row of the tile to its next, in rows of (B, N, H)
         first = known(facts, slot, Q_AT, 1)
         mbarrier.arrive(facts_empty.index(slot), count=1)
-        begin, blocks, _, _ = query_blocks(own * ROWS, q_rows, causal, BLOCK_M, GROUPS)
+        begin, blocks, _, _ = query_blocks(own * ROWS, q_rows, causal, BLOCK_M)
         if PARTS > 0:
             wait_for_last_launch()  # it adds to the same rows, and has the same counters
         for member in range(group):
@@ -164,7 +164,7 @@ def joint_kernel(
     For tables of which no two tiles have the same query row.
     """
     dtype: gl.constexpr = Q.dtype.element_ty
-    smem, bars = allocate_dkv(dtype, GROUPS, 1, 2, STAGES, BLOCK_M, BLOCK_D)
+    smem, bars = allocate_dkv(dtype, 1, 2, STAGES, BLOCK_M, BLOCK_D)
     handed = (
         allocate_rows(dtype, DS_PLACES * GROUPS, 64, BLOCK_M),
         allocate_barriers(DS_PLACES, GROUPS),
@@ -182,9 +182,9 @@ def joint_kernel(
     tables = TABLE, LAYOUT, OFFSETS
     sizes = N, M, H, G, parts
     gl.warp_specialize([
-        (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, handed, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, GROUPS, True)),
-        (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, handed, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, GROUPS, True)),
+        (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, handed, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, True)),
+        (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, handed, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, True)),
         (_multiply, (items, group, smem[0], dq_smem, facts, bars, handed, dq_bars, BLOCK_D, BLOCK_M)),
         (_add, (SUMS, TURNS, items, group, H, dq_smem, facts, bars, dq_bars, D, BLOCK_D, BLOCK_M, PARTS)),
-        (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, TAKEN + number, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, GROUPS, True)),
+        (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, TAKEN + number, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, True)),
     ], [4, 4, 1, 1], [208, 64, 32, 32])  # fmt: skip

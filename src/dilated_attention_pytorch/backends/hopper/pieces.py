@@ -1,7 +1,7 @@
 """What the Hopper kernels share: which rows a program works on, loading rows of a tile, and partial results.
 
 A program is persistent: it stays on its multiprocessor and takes every ``num_programs``-th block of rows (an *item*) of a
-launch table (in joint.py the next that nobody has taken). One producer warp loads rows of a tile into shared memory; two or three *groups* of four warps compute 64 of
+launch table (in joint.py the next that nobody has taken). One producer warp loads rows of a tile into shared memory; two *groups* of four warps compute 64 of
 the item's rows each. Rows are loaded by the tensor memory accelerator through descriptors that the producer makes for the tile at
 hand: a base, a number of rows, a stride. So every rate, offset and ragged end is served, and rows behind the end are 0.
 
@@ -47,7 +47,8 @@ tma_add = getattr(tma, "async_atomic_add", _tma_add)
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 reshaped = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-GROUP_ROWS = gl.constexpr(64)  # of an item, for each group
+GROUPS = gl.constexpr(2)  # that compute 64 rows each, see docs/kernels.md, versions 10 and 13, for three
+ROWS = gl.constexpr(128)  # of an item
 # What the producer leaves of an item, and of each part to be added (see primitives.part_facts).
 FACTS = gl.constexpr(13)
 FIRST, Q_ROWS, K_ROWS, CAUSAL, ZERO_KEYS, PLACE, LSE_PLACE, POSITION, STRIDE, CHILDREN = map(gl.constexpr, range(10))
@@ -56,9 +57,8 @@ PART_FACTS = gl.constexpr(7)
 
 
 @gluon.jit
-def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr, GROUPS: gl.constexpr):
+def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr):
     """The row of the table and the place of an item: see primitives.locate."""
-    ROWS: gl.constexpr = GROUPS * GROUP_ROWS
     row = find_family(TABLE, families, item)
     block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
         row, item, group, ROWS, BY_KEYS, True
@@ -96,9 +96,9 @@ def element(strides, sample, start, head):
 
 
 @gluon.jit
-def key_blocks(first, k_rows, causal, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
+def key_blocks(first, k_rows, causal, BLOCK_N: gl.constexpr):
     """How many blocks of keys the rows of an item from ``first`` on see, and how many of these need no mask."""
-    seen = gl.where(causal, gl.minimum(first + GROUPS * GROUP_ROWS, k_rows), k_rows)
+    seen = gl.where(causal, gl.minimum(first + ROWS, k_rows), k_rows)
     clear = gl.where(causal, gl.minimum(first, k_rows), k_rows)
     return (seen + BLOCK_N - 1) // BLOCK_N, clear // BLOCK_N
 
@@ -355,9 +355,9 @@ mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d;
 @gluon.jit
 def _whole_words(x, BLOCK_D: gl.constexpr):
     """Half-precision rows as 32-bit words, four neighbouring ones in each thread, where products leave one."""
-    GROUPS: gl.constexpr = BLOCK_D // 32
+    PIECES: gl.constexpr = BLOCK_D // 32
     # By group of 32 columns, column of the products' pieces of 8 (four threads have two each), and piece.
-    x = x.to(gl.int16, bitcast=True).reshape([64, GROUPS, 2, 2, 4, 2]).permute((0, 1, 4, 2, 3, 5))
+    x = x.to(gl.int16, bitcast=True).reshape([64, PIECES, 2, 2, 4, 2]).permute((0, 1, 4, 2, 3, 5))
     low, high = x.split()
     words = gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=gl.int32, is_pure=True, pack=1)
     even, odd = words.split()

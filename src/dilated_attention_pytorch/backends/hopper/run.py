@@ -12,12 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.hopper.configs import Config, backward_config, configs, joint_config
+from dilated_attention_pytorch.backends.hopper.configs import Config, configs, joint_config
 from dilated_attention_pytorch.backends.hopper.dkv import dkv_kernel
 from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
 from dilated_attention_pytorch.backends.hopper.joint import joint_kernel
-from dilated_attention_pytorch.backends.hopper.pieces import PART_FACTS, in_fours
+from dilated_attention_pytorch.backends.hopper.pieces import PART_FACTS, ROWS, in_fours
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
 from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
@@ -25,8 +25,9 @@ from dilated_attention_pytorch.backends.triton.tables import Launch, Work, work
 from dilated_attention_pytorch.problem import Problem
 from dilated_attention_pytorch.tiles import positive_scale
 
-# Per thread at the start, by the number of groups: 12 or 16 warps share 65,536. Groups then take some from the others.
-START_REGISTERS = {2: 168, 3: 128}
+# Per thread at the start, without and with a third group: 12 or 16 warps share 65,536. Groups then take some from the others.
+START_REGISTERS = 168, 128
+ITEM_ROWS = int(ROWS.value)  # that a program computes at once
 # Of a program, for descriptors: two places of 128 bytes for each of up to five tensors and one for the sums of dq, or two for
 # each of three tensors in each of two passes.
 _SCRATCH_BYTES = 1536
@@ -96,7 +97,7 @@ def constants(config: Config, head_dim: int) -> dict[str, Any]:
         "STAGES": config.stages,
         "HELD": config.held,
         "num_warps": 4,
-        "maxnreg": START_REGISTERS[config.groups + config.helpers],
+        "maxnreg": START_REGISTERS[config.helpers],
     }
 
 
@@ -154,9 +155,7 @@ def _dq_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config
         problem.queries, problem.heads, problem.key_heads, problem.heads // problem.key_heads, todo.groups,
         scale * run.LOG2_E, scale,
     )  # fmt: skip
-    return _calls(
-        dq_kernel, run.dq_calls, todo, head_dim, strides, config, numbers, BLOCK_N=config.block, GROUPS=config.groups
-    )
+    return _calls(dq_kernel, run.dq_calls, todo, head_dim, strides, config, numbers, BLOCK_N=config.block)
 
 
 def _by_key_calls(
@@ -171,8 +170,7 @@ def _by_key_calls(
 
 
 def _dkv_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
-    mode = {"OVERLAP": config.overlap, "GROUPS": config.groups}
-    return _by_key_calls(dkv_kernel, todo, head_dim, strides, scale, config, **mode)
+    return _by_key_calls(dkv_kernel, todo, head_dim, strides, scale, config, OVERLAP=config.overlap)
 
 
 def _joint_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
@@ -214,8 +212,7 @@ def forward(
     query, scale = scaled_query(query, scale)
     query, key, value = map(aligned, (query, key, value))
     chosen = config or configs(query.shape[-1]).forward
-    assert chosen.groups == 2, "the forward kernel has two groups"
-    todo = work(problem, block=chosen.item_rows, by_keys=False, device=query.device)
+    todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
     tensors = (query, key, value, *run.forward_buffers(problem, query, todo, out))
     strides = query.stride(), key.stride(), value.stride()
     lse = tensors[-1]
@@ -237,8 +234,8 @@ def dq(
     config: Config | None = None,
 ) -> Tensor:
     """The gradient of the queries given ``delta``, written to ``result`` if that is given."""
-    chosen = config or backward_config(problem, query.shape[-1], by_keys=False)
-    todo = work(problem, block=chosen.item_rows, by_keys=False, device=query.device)
+    chosen = config or configs(query.shape[-1]).dq
+    todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
     tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo, result))
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     _launch(todo.once(_dq_calls, query.shape[-1], strides, scale, chosen), tensors, (*tensors, lse, lse))
@@ -258,8 +255,8 @@ def dkv(
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of keys and values given ``row_statistics``' shifts, written to ``results`` if these are given."""
-    chosen = config or backward_config(problem, query.shape[-1], by_keys=True)
-    todo = work(problem, block=chosen.item_rows, by_keys=True, device=query.device)
+    chosen = config or configs(query.shape[-1]).dkv
+    todo = work(problem, block=ITEM_ROWS, by_keys=True, device=query.device)
     buffers = run.dkv_buffers(key, value, todo, results)
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     calls = todo.once(_dkv_calls, query.shape[-1], strides, scale, chosen)
@@ -281,7 +278,7 @@ def joint(
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All gradients by one kernel, written to ``grads`` if they are given."""
-    todo = work(problem, block=config.item_rows, by_keys=True, device=query.device, apart=True)
+    todo = work(problem, block=ITEM_ROWS, by_keys=True, device=query.device, apart=True)
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     calls = todo.once(_joint_calls, query.shape[-1], strides, scale, config)
     sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)

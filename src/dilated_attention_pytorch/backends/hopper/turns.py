@@ -19,7 +19,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dilated_attention_pytorch.backends.hopper.pieces import GROUP_ROWS
+from dilated_attention_pytorch.backends.hopper.pieces import ROWS
 from dilated_attention_pytorch.backends.triton.primitives import COLUMNS, find_family
 
 # Items of a window, or more: one and a half times as many as there are multiprocessors. More tiles at a time, or items further
@@ -28,7 +28,7 @@ TOGETHER = gl.constexpr(198)
 
 
 @gluon.jit
-def find_turn(TABLE, families, items, item, group, GROUPS: gl.constexpr):
+def find_turn(TABLE, families, items, item, group):
     """pieces.find_item by keys, with the last items of a tile first, and items of several tiles in turns.
 
     Items of one tile that follow one another would begin at the same time and then wait for each other. Here the last items
@@ -37,7 +37,6 @@ def find_turn(TABLE, families, items, item, group, GROUPS: gl.constexpr):
 
     Worked example: 5 tiles of 2 items in windows of 3 and 2 tiles. Tiles 0 1 2 0 1 2 3 4 3 4, items 1 1 1 0 0 0 1 1 0 0.
     """
-    ROWS: gl.constexpr = GROUPS * GROUP_ROWS
     row = find_family(TABLE, families, item)
     index = (item - gl.load(row)).to(gl.int32)
     k_rows = gl.load(row + 11).to(gl.int32)
