@@ -4,8 +4,11 @@
 
 ``x dense`` is the rate over that of dense cuDNN attention of the same head size, type and causality at the typical tile
 length L = w / r, measured in the same run, before and after. Forward FLOPs are 4 D per pair, backward 2.5 times that.
-Calls follow one another as in training, at the power limit of the GPU, see ``steady_milliseconds``. Sequences up to 16,384
-tokens have two more figures: replays of a CUDA graph, and single calls, for whose first line of Python the GPU waits.
+Calls follow one another as in training, at the power limit of the GPU, see ``steady_milliseconds``. *Rested* is the median of
+five calls after a second of rest, as many published figures are: faster, because the GPU is not at its limit yet. Sequences up
+to 16,384 tokens have three more figures: replays of a CUDA graph, single calls, for whose first line of Python the GPU waits,
+and calls that follow one another with autograd in the thread that calls (*one thread*): by default it has a thread of its own
+for each GPU, and to wake that up and to be woken by it takes longer than these sequences.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 import math
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +120,12 @@ def steady_milliseconds(call, seconds: float = 0.5) -> float:
     return start.elapsed_time(stop) / calls
 
 
+def rested_milliseconds(call) -> float:
+    torch.cuda.synchronize()
+    time.sleep(1.0)
+    return milliseconds(call, 5)
+
+
 def graph_milliseconds(make_call: Callable[[], Callable[[], object]]) -> float:
     """Replays of a CUDA graph of a call that is made on the stream of the capture: without the cost of Python."""
     stream = torch.cuda.Stream()
@@ -206,10 +216,15 @@ def measure(name: str, s: Setting, backend: str) -> dict:
         "forward_extra_over_output": extra / (out.numel() * out.element_size()),
         "both_extra_gib": both_extra / 2**30,
     }
+    with torch.no_grad():
+        row["forward_rested_ms"] = rested_milliseconds(lambda: run(*inputs))
+    row["both_rested_ms"] = rested_milliseconds(both)
     if not s.long:
         with torch.no_grad():
             row["forward_single_ms"] = milliseconds(lambda: run(*inputs), 31)
         row["both_single_ms"] = milliseconds(both, 31)
+        with torch.autograd.set_multithreading_enabled(False):
+            row["both_one_thread_ms"] = steady_milliseconds(both)
     if not s.long and backend not in METHODS:  # those make tensors on the host
         with torch.no_grad():
             row["forward_graph_ms"] = graph_milliseconds(lambda: lambda: run(*inputs))
@@ -250,9 +265,11 @@ def main() -> None:
             report["rows"].append(row)
             more = "".join(
                 f", {kind} {row[f'forward_{kind}_ms']:.3f} {row[f'both_{kind}_ms']:.3f}"
-                for kind in ("graph", "single")
+                for kind in ("rested", "graph", "single")
                 if f"both_{kind}_ms" in row
             )
+            if not s.long:
+                more += f", one thread {row['both_one_thread_ms']:.3f}"
             print(
                 f"{name:16s} {backend:9s} {row['forward_ms']:10.3f}  {row['forward_tflops']:7.0f}  "
                 f"{row['forward_x_dense']:7.3f}  {row['backward_ms']:11.3f}  {row['backward_tflops']:7.0f}  "

@@ -25,6 +25,7 @@ PATTERNS = {"cut": (Dilated([570, 1140], [1, 3]), 1140), "chain": (Dilated([256,
 @pytest.fixture
 def choose(monkeypatch):
     """A function that says whether gradients are computed at once, or apart."""
+    monkeypatch.setattr(configs, "_JOINT_FROM_KEYS", 0)
     return lambda at_once: monkeypatch.setattr(configs, "_JOINT_FROM_PAIRS", 0 if at_once else math.inf)
 
 

@@ -227,20 +227,22 @@ def test_launches_of_one_branch_each():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "head_dim", "at_once", "is_causal"),
+    ("tokens", "w", "head_dim", "at_once", "is_causal"),
     [
-        (2**13, 40, True, False),
-        (2**13, 64, True, True),
-        (2**13, 128, False, False),
-        (2**13, 32, False, False),
-        (2**12, 64, False, False),
+        (2**13, 2048, 40, True, False),
+        (2**13, 2048, 64, True, True),
+        (2**13, 2048, 128, False, False),
+        (2**13, 2048, 32, False, False),
+        (2**12, 2048, 64, False, False),
+        (2**20, 256, 64, True, False),
+        (2**20, 128, 64, False, False),
     ],
 )
-def test_gradients_at_once_where_they_pay(tokens, head_dim, at_once, is_causal):
+def test_gradients_at_once_where_they_pay(tokens, w, head_dim, at_once, is_causal):
     """16 heads with tiles of 2,048: 2**28 pairs, and 2**27. Head sizes up to 32 and above 64 have no such kernel."""
     from dilated_attention_pytorch.backends.hopper.configs import joint_config
 
-    problem = Problem(Dilated([2048], [1]), is_causal, 1, tokens, tokens, 16, 16, None, None)
+    problem = Problem(Dilated([w], [1]), is_causal, 1, tokens, tokens, 16, 16, None, None)
     assert (joint_config(problem, head_dim) is not None) is at_once
-    many = Dilated([2048] * 33, list(range(1, 34)))
+    many = Dilated([w] * 33, list(range(1, 34)))
     assert joint_config(Problem(many, is_causal, 1, tokens, tokens, 16, 16, None, None), head_dim) is None

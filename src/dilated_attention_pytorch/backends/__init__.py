@@ -28,13 +28,13 @@ NAMES = ("auto", *_BACKENDS)
 
 # By (is_causal, backward): the fewest query-key pairs of a kernel call, on average, from which stock operators with one
 # merge (fused.py) are faster than the Hopper kernels. Infinity: never. Milliseconds, hopper / sdpa, one H200
-# (benchmarks/gpu.py, results/h200_backward_choice.json, h200_joint.json; wide: h200_wide_rows.json; causal:
-# h200_sdpa.json), with 2**32.1 pairs (paper) and 2**31.4 (wide):
+# (benchmarks/gpu.py; hopper: results/h200_version13.json, sdpa: h200_backward_choice.json, h200_wide_rows.json, h200_sdpa.json),
+# with 2**32.1 pairs (paper) and 2**31.4 (wide):
 _SDPA_FROM_PAIRS = {
-    (False, False): math.inf,  # paper 31.0 / 36.3, wide 21.6 / 24.2
-    (False, True): math.inf,  # paper 77.2 / 95.3, wide 68.2 / 68.7
-    (True, False): math.inf,  # paper 21.1 / 21.2, wide 13.6 / 16.4
-    (True, True): math.inf,  # paper 60.7 / 60.1, wide 43.5 / 45.2
+    (False, False): math.inf,  # paper 31.9 / 36.3, wide 19.9 / 24.2
+    (False, True): math.inf,  # paper 75.3 / 95.3, wide 66.4 / 68.7
+    (True, False): math.inf,  # paper 19.6 / 21.2, wide 12.7 / 16.4
+    (True, True): math.inf,  # paper 47.0 / 60.1, wide 41.1 / 45.2
 }
 _SDPA_UP_TO_HEAD_DIM = 64  # paper has 64, wide 128
 

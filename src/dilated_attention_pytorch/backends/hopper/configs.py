@@ -48,27 +48,32 @@ def configs(head_dim: int) -> Configs:
     return TABLE[min(size for size in TABLE if size >= head_dim)]
 
 
-# From how many pairs of a query and a key on, causal ones counted whole, all gradients are computed at once: programs begin
-# one after the other then, and dq is rounded apart, which takes time that five products instead of seven save.
-# Milliseconds at once / apart, one H200 (docs/kernels.md, version 13): short (2**28.4) 0.58 / 0.60, causal 0.37 / 0.45;
-# paper of 8k tokens 0.68 / 0.68, of 64k 4.8 / 5.6; gigapath of 8k 0.65 / 0.72, of 128k 18.5 / 21.4, causal 10.5 / 16.8.
+# From how many pairs of a query and a key on, causal ones counted whole, and from how many keys of a query's tile on (the mean)
+# all gradients are computed at once: programs begin one after the other then, and dq is rounded apart, which takes time that
+# five products instead of seven save. Milliseconds at once / apart, one H200 (docs/kernels.md, version 13):
+# paper of 4k tokens (2**27.3 pairs) 0.38 / 0.35, of 8k 0.68 / 0.68, of 64k 4.8 / 5.6; short (2**28.4) 0.58 / 0.60 to 0.66, causal
+# 0.37 / 0.45; gigapath of 8k 0.65 / 0.72, of 128k 18.5 / 21.4, causal 10.5 / 16.8.
 _JOINT_FROM_PAIRS = 2**28
+# Tiles of 128 tokens 1.08 / 0.95, of 256 1.19 / 1.19, of 512 1.73 / 1.74, of 1024 2.59 / 3.08; causal 1.10 / 0.99, 1.15 / 1.20, 1.35 / 1.40.
+_JOINT_FROM_KEYS = 256
 
 
 def joint_config(problem: Problem, head_dim: int) -> Config | None:
     """How all gradients are computed at once; None if they are not."""
+    pairs, rows = _pairs_and_rows(problem)
     # What is known of the parts of many branches takes the room of its few stages.
-    if len(problem.pattern.branches) > 32 or _pairs(problem) < _JOINT_FROM_PAIRS:
+    if len(problem.pattern.branches) > 32 or pairs < max(_JOINT_FROM_PAIRS, _JOINT_FROM_KEYS * rows):
         return None
     return configs(head_dim).joint
 
 
 @lru_cache(maxsize=256)
-def _pairs(problem: Problem) -> int:
-    """Query-key pairs of all tiles of all heads."""
+def _pairs_and_rows(problem: Problem) -> tuple[int, int]:
+    """Query-key pairs, and query rows, of all tiles of all heads."""
     group = problem.heads // problem.key_heads
-    return sum(
-        (span.samples.stop - span.samples.start) * f.tiles * len(f.key_heads) * group * f.q_rows * f.k_rows
-        for span, plan in problem.plans()
-        for f in plan.families
-    )
+    pairs = rows = 0
+    for span, plan in problem.plans():
+        for f in plan.families:
+            own_rows = (span.samples.stop - span.samples.start) * f.tiles * len(f.key_heads) * group * f.q_rows
+            pairs, rows = pairs + own_rows * f.k_rows, rows + own_rows
+    return pairs, rows
