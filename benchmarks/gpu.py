@@ -4,11 +4,11 @@
 
 ``x dense`` is the rate over that of dense cuDNN attention of the same head size, type and causality at the typical tile
 length L = w / r, measured in the same run, before and after. Forward FLOPs are 4 D per pair, backward 2.5 times that.
-Calls follow one another as in training, at the power limit of the GPU, see ``steady_milliseconds``. *Rested* is the median of
-five calls after a second of rest, as many published figures are: faster, because the GPU is not at its limit yet. Sequences up
-to 16,384 tokens have three more figures: replays of a CUDA graph, single calls, for whose first line of Python the GPU waits,
-and calls that follow one another with autograd in the thread that calls (*one thread*): by default it has a thread of its own
-for each GPU, and to wake that up and to be woken by it takes longer than these sequences.
+Calls follow one another as in training, at the power limit of the GPU, see ``steady_milliseconds``. *Rested* is the median
+of five calls after a second of rest, as many published figures are: faster, because the GPU is not at its limit yet.
+Sequences up to 16,384 tokens have three more figures: replays of a CUDA graph, single calls, for whose first line of Python
+the GPU waits, and calls that follow one another with autograd in the thread that calls (*one thread*): by default it has a
+thread of its own for each GPU, and to wake that up and to be woken by it takes about as long as these sequences.
 """
 
 from __future__ import annotations

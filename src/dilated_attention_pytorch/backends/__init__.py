@@ -28,8 +28,8 @@ NAMES = ("auto", *_BACKENDS)
 
 # By (is_causal, backward): the fewest query-key pairs of a kernel call, on average, from which stock operators with one
 # merge (fused.py) are faster than the Hopper kernels. Infinity: never. Milliseconds, hopper / sdpa, one H200
-# (benchmarks/gpu.py; hopper: results/h200_version13.json, sdpa: h200_backward_choice.json, h200_wide_rows.json, h200_sdpa.json),
-# with 2**32.1 pairs (paper) and 2**31.4 (wide):
+# (benchmarks/gpu.py; hopper: results/h200_version13.json, sdpa: h200_backward_choice.json, h200_wide_rows.json,
+# h200_sdpa.json), with 2**32.1 pairs (paper) and 2**31.4 (wide):
 _SDPA_FROM_PAIRS = {
     (False, False): math.inf,  # paper 31.9 / 36.3, wide 19.9 / 24.2
     (False, True): math.inf,  # paper 75.3 / 95.3, wide 66.4 / 68.7
