@@ -10,6 +10,7 @@ import torch
 import oracle
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.backends.hopper import configs
+from dilated_attention_pytorch.backends.hopper import run as hopper_run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,8 +26,8 @@ PATTERNS = {"cut": (Dilated([570, 1140], [1, 3]), 1140), "chain": (Dilated([256,
 @pytest.fixture
 def choose(monkeypatch):
     """A function that says whether gradients are computed at once, or apart."""
-    monkeypatch.setattr(configs, "_JOINT_FROM_KEYS", 0)
-    return lambda at_once: monkeypatch.setattr(configs, "_JOINT_FROM_PAIRS", 0 if at_once else math.inf)
+    found = lambda at_once: lambda problem, head_dim: configs.configs(head_dim).joint if at_once else None  # noqa: E731
+    return lambda at_once: monkeypatch.setattr(hopper_run, "joint_config", found(at_once))
 
 
 def tensors(n, m, head_dim, batch=1, heads=4, key_heads=2, dtype=torch.bfloat16):

@@ -246,3 +246,17 @@ def test_gradients_at_once_where_they_pay(tokens, w, head_dim, at_once, is_causa
     assert (joint_config(problem, head_dim) is not None) is at_once
     many = Dilated([w] * 33, list(range(1, 34)))
     assert joint_config(Problem(many, is_causal, 1, tokens, tokens, 16, 16, None, None), head_dim) is None
+
+
+def test_gradients_of_few_rows_are_not_added_up_in_turns():
+    """All items of 2**16 keys would wait for one another at 300 queries; so would the 16 of a document of 2 heads."""
+    from dilated_attention_pytorch.backends.hopper.configs import joint_config
+
+    def problem(queries, keys, heads, cu_seqlens=None):
+        return Problem(Dilated([keys], [1]), False, 1, queries, keys, heads, heads, None, cu_seqlens)
+
+    assert joint_config(problem(2**16, 2**16, 16), 64) is not None
+    assert joint_config(problem(300, 2**16, 16), 64) is None
+    documents = tuple(range(0, 2**17 + 1, 2048))
+    assert joint_config(problem(2**17, 2**17, 12, documents), 64) is not None
+    assert joint_config(problem(2**17, 2**17, 2, documents), 64) is None

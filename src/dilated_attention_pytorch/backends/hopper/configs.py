@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,24 +57,32 @@ def configs(head_dim: int) -> Configs:
 _JOINT_FROM_PAIRS = 2**28
 # Tiles of 128 tokens 1.08 / 0.95, of 256 1.19 / 1.19, of 512 1.73 / 1.74, of 1024 2.59 / 3.08; causal 1.10 / 0.99, 1.15 / 1.20, 1.35 / 1.40.
 _JOINT_FROM_KEYS = 256
+_MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def joint_config(problem: Problem, head_dim: int) -> Config | None:
     """How all gradients are computed at once; None if they are not."""
-    pairs, rows = _pairs_and_rows(problem)
-    # What is known of the parts of many branches takes the room of its few stages.
-    if len(problem.pattern.branches) > 32 or pairs < max(_JOINT_FROM_PAIRS, _JOINT_FROM_KEYS * rows):
+    known = configs(head_dim).joint
+    # What is known of the parts of many branches takes the room of its few stages. Few queries of many keys would be added to
+    # by one item after the other; so would the rows of few tiles, if a table is mostly of such.
+    if known is None or len(problem.pattern.branches) > 32 or problem.queries != problem.keys:
         return None
-    return configs(head_dim).joint
+    pairs, rows, busy_pairs = _extent(problem)
+    pays = pairs >= max(_JOINT_FROM_PAIRS, _JOINT_FROM_KEYS * rows) and 2 * busy_pairs >= pairs
+    return known if pays else None
 
 
 @lru_cache(maxsize=256)
-def _pairs_and_rows(problem: Problem) -> tuple[int, int]:
-    """Query-key pairs, and query rows, of all tiles of all heads."""
+def _extent(problem: Problem) -> tuple[int, int, int]:
+    """Query-key pairs and query rows of all tiles of all heads, and the pairs in families that keep all programs busy."""
     group = problem.heads // problem.key_heads
-    pairs = rows = 0
+    pairs = rows = busy_pairs = 0
     for span, plan in problem.plans():
         for f in plan.families:
-            own_rows = (span.samples.stop - span.samples.start) * f.tiles * len(f.key_heads) * group * f.q_rows
-            pairs, rows = pairs + own_rows * f.k_rows, rows + own_rows
-    return pairs, rows
+            tiles = (span.samples.stop - span.samples.start) * f.tiles * len(f.key_heads)
+            own_rows = tiles * group * f.q_rows
+            rows += own_rows
+            pairs += own_rows * f.k_rows
+            if tiles * math.ceil(f.k_rows / 128) >= _MULTIPROCESSORS:
+                busy_pairs += own_rows * f.k_rows
+    return pairs, rows, busy_pairs

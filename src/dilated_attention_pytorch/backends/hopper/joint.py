@@ -107,18 +107,19 @@ def _add(
     while more:
         slot = number & 1
         q_rows = known(facts, slot, Q_ROWS, 1).to(gl.int32)
-        own = known(facts, slot, FIRST, 1).to(gl.int32) // ROWS
+        first = known(facts, slot, FIRST, 1).to(gl.int32)
         causal = known(facts, slot, CAUSAL, 1) != 0
         last = (known(facts, slot, K_ROWS, 1).to(gl.int32) - 1) // ROWS
         step = known(facts, slot, STRIDE, 1) * H  # from a row of the tile to its next, in rows of (B, N, H)
-        first = known(facts, slot, Q_AT, 1)
+        q_at = known(facts, slot, Q_AT, 1)
         mbarrier.arrive(facts_empty.index(slot), count=1)
-        begin, blocks, _, _ = query_blocks(own * ROWS, q_rows, causal, BLOCK_M)
+        begin, blocks, _, _ = query_blocks(first, q_rows, causal, BLOCK_M)
+        own = first // ROWS
         if PARTS > 0:
             wait_for_last_launch()  # it adds to the same rows, and has the same counters
         for member in range(group):
-            rows = row_descriptor(SUMS + (first + member) * D, q_rows, step * D, D, BLOCK_M, BLOCK_D)
-            counters = TURNS + first + member
+            rows = row_descriptor(SUMS + (q_at + member) * D, q_rows, step * D, D, BLOCK_M, BLOCK_D)
+            counters = TURNS + q_at + member
             for block in range(begin, blocks):
                 chunk = block // CHUNK
                 begins = block % CHUNK == 0
@@ -149,7 +150,7 @@ def joint_kernel(
     PART_DK,  # (rows, D) float32, columns as store_part leaves them
     PART_DV, DK, DV,
     SUMS,  # (B, N, H, D) float32, added to
-    TURNS,  # (B, N, H) int32, zeros: whose turn it is to add to the chunk of a tile's rows that begins here
+    TURNS,  # (B, N, H) int32, zeros; at row c of a tile: whose turn it is to add to its chunk c of rows
     TAKEN,  # (launches,) int32, zeros: how many items are taken
     TABLE, LAYOUT, OFFSETS, families, items,
     number,  # of the launch

@@ -79,7 +79,7 @@ def let_next_begin():
 
 @gluon.jit
 def wait_for_last_launch():
-    """Wait until the launch before this one is done, whose parts are added now."""
+    """Wait until the launch before this one is done, whose parts are added now, or whose sums are added to."""
     gdc_wait()
 
 

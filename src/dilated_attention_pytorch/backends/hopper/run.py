@@ -282,7 +282,7 @@ def joint(
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     calls = todo.once(_joint_calls, query.shape[-1], strides, scale, config)
     sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    rows = query.shape[:3].numel()
+    rows = -(-query.shape[:3].numel() // 4) * 4  # so that what lies behind is aligned, and one kernel compiled for all
     counters = torch.zeros(rows + len(calls[0]), dtype=torch.int32, device=query.device)
 
     def by_key() -> tuple[Tensor, Tensor]:

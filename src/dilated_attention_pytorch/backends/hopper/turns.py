@@ -6,7 +6,7 @@ that order as they come to them, so an item only ever waits for items that are b
 waits short: programs that follow one another are a turn apart, and stay so from tile to tile.
 
 The last keys first, because of causal tiles: there an item begins with the chunk of rows that have its keys' positions, and is
-the first that adds to it. With the next chunk, the item behind it has begun. So items that begin together never wait:
+the first that adds to it. With the next chunk, the item behind it has begun. So items that begin together hardly wait:
 
     chunk of rows     0   1   2   3
     keys of item 0    0   1   2   3     when it is computed by each, from the begin of the item on
