@@ -29,8 +29,6 @@ if __name__ == "__main__":
             call(Dilated([128, 256], [1, 2]), name, size, is_causal=size == 64)
             call(blocks, name, size, is_causal=size == 128)
         call(Dilated([96, 192], [2, 4]), name, 64, is_causal=False)  # a launch of its own adds up parts
-    run.joint_config = lambda problem, head_dim: (
-        configs.configs(head_dim).joint
-    )  # at once, of so few rows too
+    run.joint_config = lambda problem, head_dim: configs.configs(head_dim).joint  # at once, of so few rows too
     for is_causal in (False, True):
         call(Dilated([160, 320], [1, 2]), "hopper", 48, is_causal)
