@@ -3,7 +3,8 @@
     PYTHONPATH=src python3 benchmarks/blocks_gpu.py [--only 'random 0.1 D=64,window D=64'] [--backends auto] [--out FILE]
 
 One table, a line for each way. ``x flex`` is FlexAttention's time with the same block mask, compiled, over ours: all blocks
-declared full, or (``x masked``) none, so that it evaluates the mask inside; ``--flex listed`` adds none full and a mask
+declared full, or (``x masked``) none, so that it evaluates the mask inside; ``--flex made`` adds what ``create_block_mask``
+makes of that mask, all blocks full and the mask for others, of which there are none; ``--flex listed`` none full and a mask
 that is always true. ``x rate`` is our rate on the blocks computed over that of dense cuDNN attention; ``x dense`` the time
 of dense attention of the same length over ours. Errors are differences from the path of stock operators (``sdpa``) on the
 same tensors, relative, by norms: forward of out, backward the largest of dq, dk and dv; FlexAttention's own beside it, so
@@ -92,17 +93,17 @@ def held_mask(blocks: int) -> tuple[torch.Tensor, Callable]:
 def flex_call(s: Setting, kind: str) -> Runs:
     """FlexAttention over the same blocks.
 
-    ``"full"``: it knows that they are, and evaluates no mask. ``"listed"``: it does not, and evaluates one that is always
-    true. ``"masked"``: it evaluates the mask itself.
+    ``"full"``: it knows that they are, and evaluates no mask. ``"made"``: it knows, and has the mask for others.
+    ``"listed"``: it does not, and evaluates one that is always true. ``"masked"``: it evaluates the mask itself.
     """
     mask = s.mask()
     counts = mask.sum(-1, dtype=torch.int32)[None, None]
     indices = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)[None, None]
     lists: tuple[torch.Tensor, ...] = (counts, indices)
     function = None
-    if kind == "full":
+    if kind in ("full", "made"):
         lists = (torch.zeros_like(counts), torch.zeros_like(indices), *lists)
-    elif kind == "masked":
+    if kind in ("made", "masked"):
         held, function = held_mask(len(mask))
         held.copy_(mask)
     block_mask = flex_attention.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=function)
@@ -198,7 +199,8 @@ def measure(name: str, s: Setting, backends: list[str], flex: list[str]) -> list
     return rows
 
 
-COMPARED = {"x flex": "flex", "x listed": "listed_flex", "x masked": "masked_flex", "x rate": "rate", "x dense": "dense"}
+FLEX = ("full", "made", "listed", "masked")
+COMPARED = {"x flex": "flex"} | {f"x {kind}": f"{kind}_flex" for kind in FLEX[1:]} | {"x rate": "rate", "x dense": "dense"}
 WIDTHS = "{:18s} {:8s} {:8s} {:>8s} {:>8s}" + " {:>8s}" * len(COMPARED) + " {:>7s} {:>7s} {:>6s} {:>6s} {:>4s}"
 HEADER = WIDTHS.format(
     "setting", "backend", "way", "ms", "TFLOP/s", *COMPARED, "error", "theirs", "GiB", "needed", "s"
@@ -222,12 +224,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="settings, separated by commas")
     parser.add_argument("--backends", default="auto")
-    parser.add_argument("--flex", default="full,masked", help="what FlexAttention is told: full, listed, masked")
+    parser.add_argument("--flex", default="full,masked", help=f"what FlexAttention is told: {', '.join(FLEX)}")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    unknown = set(options.flex.split(",")) - {"full", "listed", "masked"}
+    unknown = set(options.flex.split(",")) - set(FLEX)
     if unknown:
-        parser.error(f"--flex takes full, listed and masked, separated by commas, got {', '.join(sorted(unknown))}")
+        parser.error(f"--flex takes {', '.join(FLEX)}, separated by commas, got {', '.join(sorted(unknown))}")
     names = options.only.split(",") if options.only else list(SETTINGS)
     torch.manual_seed(0)
     torch._functorch.config.donated_buffer = False  # FlexAttention's backward is called again and again
