@@ -1,0 +1,495 @@
+"""Gluon kernels on a CPU: their own Python source, with NumPy arrays for tensors and threads for groups of warps.
+
+Triton's interpreter runs the portable kernels, not those in Gluon. Here a kernel is its function with other globals: ``gl``
+is a namespace of fakes, barriers are counted, rows come and go as the tensor memory accelerator would bring them.
+
+What shows: wrong indices, masks, orders and counts, waiting for what does not happen (an error after a minute), 32-bit
+integers that overflow, shared memory that is read before it is written (NaN), addresses outside of a tensor. What does not:
+layouts, registers, rounding (all floats have 32 bits), and memory that is read while another warp writes it.
+
+    installed(monkeypatch, programs=3, element="bfloat16")
+    attention(q, k, v, pattern, backend="hopper")
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+import types
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from triton.experimental.gluon import language as gluon_language
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from dilated_attention_pytorch import backends
+from dilated_attention_pytorch.backends.hopper import run
+from dilated_attention_pytorch.backends.triton.launch import Call
+
+LONGEST_WAIT = 60.0  # seconds that a launch may take
+_NUMBERS = {"int32": np.int32, "int64": np.int64, "uint32": np.uint32, "uint64": np.uint64}
+
+
+class Int(int):
+    """A scalar integer that knows how many bits it has, and does not overflow."""
+
+    bits: int
+
+    def __new__(cls, value, bits=32):
+        low, high = -(2 ** (bits - 1)), 2**bits  # unsigned ones, too
+        assert low <= value < high, f"{value} has more than {bits} bits"
+        made = super().__new__(cls, value)
+        made.bits = bits
+        return made
+
+    def to(self, kind):
+        if kind.startswith("float"):
+            return float(self)
+        bits = int(kind[-2:])
+        return Int(int(self), bits)
+
+
+def _bits(*numbers):
+    return max(getattr(x, "bits", 32 if abs(int(x)) < 2**31 else 64) for x in numbers)
+
+
+def _integer_operation(name):
+    operation = getattr(int, name)
+
+    def apply(a, b):
+        if not isinstance(b, int):  # an array, a pointer, a float
+            return NotImplemented
+        if name in ("__floordiv__", "__mod__"):
+            assert a >= 0, "Triton rounds towards 0"
+            assert b > 0
+        bits = _bits(a, b)
+        found = operation(int(a), int(b))
+        assert bits > 32 or -(2**31) <= found < 2**31, f"{int(a)} and {int(b)} by {name}: {found} has more than 32 bits"
+        return Int(found, bits)
+
+    return apply
+
+
+_BOTH_WAYS = ("add", "sub", "mul", "and", "or", "xor")
+for _name in (*_BOTH_WAYS, *(f"r{x}" for x in _BOTH_WAYS), "floordiv", "mod", "rshift", "lshift"):
+    setattr(Int, f"__{_name}__", _integer_operation(f"__{_name}__"))
+
+
+class Value(np.ndarray):
+    """A tensor in registers. Nothing is changed in place: other names may stand for the same array."""
+
+    type = types.SimpleNamespace(layout=None)
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **options):
+        plain = [x.view(np.ndarray) if isinstance(x, Value) else int(x) if isinstance(x, Int) else x for x in inputs]
+        return _value(getattr(ufunc, method)(*plain, **options))
+
+    def to(self, kind):
+        return self.astype(_NUMBERS.get(kind, np.float32), copy=False)
+
+    def permute(self, order):
+        return self.transpose(order)
+
+    def split(self):
+        return self[..., 0], self[..., 1]
+
+
+for _name in ("add", "sub", "mul", "or", "and"):
+    _operator = getattr(operator, {"or": "or_", "and": "and_"}.get(_name, _name))
+    setattr(Value, f"__i{_name}__", lambda a, b, _operator=_operator: _operator(a, b))
+
+
+def _value(array):
+    return np.asarray(array).view(Value)
+
+
+class Pointer:
+    """Some elements of a flat tensor."""
+
+    def __init__(self, memory, offset, element):
+        self.memory, self.offset, self.dtype = memory, offset, types.SimpleNamespace(element_ty=element)
+
+    def __add__(self, other):
+        if isinstance(other, Pointer):
+            return NotImplemented
+        offset = self.offset + (int(other) if isinstance(other, int) else other.astype(np.int64))
+        return Pointer(self.memory, offset, self.dtype.element_ty)
+
+    def to(self, _kind):
+        return Int(self.offset, 64)
+
+    def places(self, mask):
+        """Of the elements that count, which have to exist."""
+        found = np.asarray(self.offset)[mask]
+        assert ((found >= 0) & (found < len(self.memory))).all(), "outside of the tensor"
+        return found
+
+
+class Shared:
+    """Shared memory."""
+
+    def __init__(self, array, dtype):
+        self.array, self.shape, self.dtype = array, array.shape, dtype
+
+    def index(self, i):
+        return Shared(self.array[int(i)], self.dtype)
+
+    def permute(self, order):
+        return Shared(self.array.transpose(order), self.dtype)
+
+    def slice(self, start, length, dim):
+        assert dim == 1
+        return Shared(self.array[:, start : start + length], self.dtype)
+
+    def reshaped(self, _kind, shape, _layout):
+        return Shared(self.array.reshape([int(x) for x in shape]), self.dtype)
+
+    def load(self, _layout):
+        return _value(self.array.copy())
+
+    def store(self, x):
+        assert x.shape == self.array.shape
+        self.array[...] = x
+
+
+class Program:
+    """What the threads of a program share, and whether any thread of the launch has failed."""
+
+    def __init__(self, number, programs, launch):
+        self.number, self.programs, self.launch = number, programs, launch
+
+
+class Launch:
+    def __init__(self):
+        self.lock, self.errors, self.began = threading.Lock(), [], time.monotonic()
+
+    def check(self):
+        """Raise if waiting is in vain."""
+        assert not self.errors, "another thread has failed"
+        assert time.monotonic() < self.began + LONGEST_WAIT, "waited for what does not happen"
+
+
+_here = threading.local()  # program; additions under way
+
+
+class Barrier:
+    """Completes a phase after so many arrivals."""
+
+    def __init__(self, count):
+        self.count = self.left = count
+        self.phase, self.changed = 0, threading.Condition()
+
+    def wait(self, phase):
+        with self.changed:
+            while not self.changed.wait_for(lambda: self.phase != int(phase), 0.5):
+                _here.program.launch.check()
+
+    def arrive(self, count):
+        with self.changed:
+            assert self.left >= count, "more arrivals than the barrier counts"
+            self.left -= count
+            if not self.left:
+                self.left, self.phase = self.count, self.phase ^ 1
+                self.changed.notify_all()
+
+
+class Barriers:
+    def __init__(self, number):
+        self.of = [None] * number
+
+    def index(self, i):
+        return self, int(i)
+
+
+class _Anything:
+    """A layout."""
+
+    def __getattr__(self, _name):
+        return self
+
+    def __call__(self, *_, **__):
+        return self
+
+
+class _Mbarrier:
+    MBarrierLayout = type("MBarrierLayout", (), {})
+
+    @staticmethod
+    def init(at, count):
+        at[0].of[at[1]] = Barrier(count)
+
+    @staticmethod
+    def wait(at, phase):
+        at[0].of[at[1]].wait(phase)
+
+    @staticmethod
+    def arrive(at, count=1, pred=True):
+        if pred:
+            at[0].of[at[1]].arrive(count)
+
+    @staticmethod
+    def expect(_at, _bytes):
+        """The one who loads arrives, when the rows are there."""
+
+
+def _allocate(kind, shape, layout):
+    if isinstance(layout, _Mbarrier.MBarrierLayout):
+        return Barriers(shape[0])
+    shape = [int(x) for x in shape]
+    empty = np.full(shape, -(2**40)) if kind in _NUMBERS else np.full(shape, np.nan, np.float32)
+    return Shared(empty, kind)
+
+
+def _load(pointer, mask=True, other=0):
+    memory = pointer.memory
+    if not isinstance(pointer.offset, np.ndarray):
+        found = memory[pointer.places(())] if mask else other
+        return float(found) if memory.dtype == np.float32 else Int(int(found), 8 * memory.itemsize)
+    mask = np.broadcast_to(mask, pointer.offset.shape)
+    found = np.full(mask.shape, other, memory.dtype)
+    found[mask] = memory[pointer.places(mask)]
+    return _value(found)
+
+
+def _store(pointer, x, mask):
+    mask = np.broadcast_to(mask, pointer.offset.shape)
+    pointer.memory[pointer.places(mask)] = np.broadcast_to(x, mask.shape)[mask]
+
+
+def _atomic_add(pointer, x, sem):
+    launch = _here.program.launch
+    launch.check()
+    with launch.lock:
+        before = Int(int(pointer.memory[pointer.offset]))
+        pointer.memory[pointer.offset] += x
+    if x == 0:
+        threading.Event().wait(2e-4)  # it asks again and again
+    return before
+
+
+def _atomic_xchg(pointer, x, sem, mask=True):
+    if mask:
+        pointer.memory[pointer.offset] = int(x)
+
+
+class _Descriptor:
+    block_type = types.SimpleNamespace(nbytes=0)
+
+    def __init__(self, pointer, shape, strides, block, _layout):
+        self.pointer, self.shape, self.step, self.block = pointer, shape, strides[0], block
+
+    def part(self, first, column):
+        """The elements of a block that exist: where they lie in it, and in memory."""
+        rows = np.arange(max(first, 0), min(first + self.block[0], self.shape[0]))
+        columns = np.arange(max(column, 0), min(column + self.block[1], self.shape[1]))
+        at = self.pointer + _value(rows[:, None] * int(self.step) + columns)
+        return np.ix_(rows - first, columns - column), at.places(...)
+
+
+def _tma_load(desc, coordinates, full, smem):
+    inside, at = desc.part(*map(int, coordinates))
+    block = np.zeros(desc.block, np.float32)
+    block[inside] = desc.pointer.memory[at]
+    smem.store(block)
+    _Mbarrier.arrive(full)
+
+
+def _tma_add(desc, coordinates, smem):
+    _here.additions.append([desc, coordinates, smem, None])
+
+
+def _wait_additions(pending, read):
+    """Rows are read, and added, as late as they may be."""
+    additions = _here.additions
+    done = additions[: len(additions) - pending]
+    for addition in done:
+        if addition[3] is None:
+            addition[3] = addition[2].array.copy()
+    if not read:
+        for desc, coordinates, _, block in done:
+            inside, at = desc.part(*map(int, coordinates))
+            desc.pointer.memory[at] += block[inside]
+        del additions[: len(done)]
+
+
+def _copy_elements(smem, pointer):
+    smem.store(_load(pointer))
+
+
+def _product(a, b, sums, use_acc=True, is_async=True):
+    a, b = (x.array if isinstance(x, Shared) else x for x in (a, b))
+    found = np.asarray(a) @ np.asarray(b)
+    return _value(found + sums if use_acc else found)
+
+
+def _where(condition, a, b):
+    if any(isinstance(x, np.ndarray) for x in (condition, a, b)):
+        plain = [int(x) if isinstance(x, Int) else x for x in (condition, a, b)]
+        return _value(np.where(*plain))
+    chosen = a if condition else b
+    return Int(int(chosen), _bits(a, b)) if isinstance(a, int) and isinstance(b, int) else chosen
+
+
+def _of_two(array_function, scalar_function, a, b):
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return array_function(*(int(x) if isinstance(x, Int) else x for x in (a, b)))
+    return Int(scalar_function(a, b), _bits(a, b))
+
+
+def _reduced(function, x, axis):
+    found = function(x, axis=axis)
+    return found if found.shape else Int(int(found), 64)
+
+
+def _warp_specialize(parts, _warps, _registers):
+    """A thread for each part; those of other warps than the first have no additions under way at the end."""
+    program = _here.program
+
+    def work(function, arguments):
+        _here.program, _here.additions = program, []
+        try:
+            with np.errstate(all="ignore"):
+                function(*arguments)
+            assert not _here.additions, "additions that nobody waited for"
+        except BaseException as error:  # noqa: BLE001  raised by the one who launches
+            program.launch.errors.append(error)
+
+    _run_threads([partial(work, *part) for part in parts])
+
+
+def _run_threads(calls):
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _refuse(condition, message=""):
+    assert condition, message
+
+
+GL = types.SimpleNamespace(
+    **{name: name for name in ("int16", "int32", "int64", "uint32", "uint64", "float16", "float32", "bfloat16")},
+    **{name: _Anything() for name in ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout",
+       "DotOperandLayout", "NVMMADistributedLayout", "DistributedLinearLayout")},
+    constexpr=lambda x: x,
+    static_range=range,
+    static_assert=_refuse,
+    program_id=lambda _axis: Int(_here.program.number),
+    num_programs=lambda _axis: Int(_here.program.programs),
+    warp_specialize=_warp_specialize,
+    allocate_shared_memory=_allocate,
+    load=_load,
+    store=_store,
+    atomic_add=_atomic_add,
+    atomic_xchg=_atomic_xchg,
+    arange=lambda start, stop, _layout: _value(np.arange(start, stop)),
+    full=lambda shape, x, kind, _layout: _value(np.full(shape, x, _NUMBERS.get(kind, np.float32))),
+    zeros_like=lambda x: _value(np.zeros_like(x)),
+    convert_layout=lambda x, _layout, assert_trivial=False: x,
+    where=_where,
+    maximum=partial(_of_two, np.maximum, max),
+    minimum=partial(_of_two, np.minimum, min),
+    sum=partial(_reduced, np.sum),
+    max=partial(_reduced, np.max),
+    exp2=np.exp2,
+    log2=np.log2,
+    join=lambda a, b: _value(np.stack((a, b), -1)),
+    inline_asm_elementwise=lambda *_, **__: None,
+)  # fmt: skip
+# In place of what modules of kernels import or define under these names.
+FAKES = {
+    "gl": GL,
+    "tl": GL,
+    "mbarrier": _Mbarrier,
+    "tma": types.SimpleNamespace(make_tensor_descriptor=_Descriptor),
+    # All 32 threads of the producer arrive.
+    "async_copy": types.SimpleNamespace(mbarrier_arrive=lambda at, increment_count: _Mbarrier.arrive(at, 32)),
+    "tma_load": _tma_load,
+    "tma_add": _tma_add,
+    "wait_additions": _wait_additions,
+    "copy_elements": _copy_elements,
+    "reshaped": Shared.reshaped,
+    "warpgroup_mma": _product,
+    "warpgroup_mma_wait": lambda _pending, deps: deps[0] if len(deps) == 1 else deps,
+    "fence_async_shared": lambda: None,
+    # A launch begins when the one before is done.
+    "gdc_launch_dependents": lambda: None,
+    "gdc_wait": lambda: None,
+    "range": lambda *bounds: map(Int, range(*bounds)),
+}
+_functions: dict[Any, types.FunctionType] = {}
+
+
+def on_cpu(function):
+    """The function of a kernel, or of what a kernel calls, with fakes for globals."""
+    function = function.fn
+    if function not in _functions:
+        made = types.FunctionType(function.__code__, {}, function.__name__, function.__defaults__, function.__closure__)
+        _functions[function] = made  # before its globals, which may hold it again
+        made.__globals__.update(_namespace(function))
+    return _functions[function]
+
+
+def _namespace(function):
+    found = {}
+    for name, x in function.__globals__.items():
+        if isinstance(x, gluon_language.constexpr):
+            found[name] = x.value
+        elif hasattr(x, "fn") and callable(x):
+            found[name] = on_cpu(x)
+        else:
+            found[name] = x
+    return found | FAKES
+
+
+def _flat(tensor, element):
+    """A pointer to a tensor's first element."""
+    storage = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    flat = tensor.detach().as_strided((storage,), (1,))
+    # NumPy has no bfloat16; kernels only read such tensors.
+    return Pointer(flat.float().numpy() if flat.dtype == torch.bfloat16 else flat.numpy(), 0, element)
+
+
+def _launch(call, tensors, element):
+    launch, function = Launch(), on_cpu(call.kernel)
+    names = call.kernel.arg_names
+    inputs = {"Q", "K", "V", "DOUT"}
+    arguments: list[Any] = []
+    for name, x in zip(names, (*tensors, *call.tables, *call.numbers), strict=False):
+        if isinstance(x, torch.Tensor):
+            arguments.append(_flat(x, element if name in inputs else str(x.dtype).removeprefix("torch.")))
+        else:
+            arguments.append(x if isinstance(x, float) else Int(x, 32 if abs(x) < 2**31 else 64))
+    constants = {name: call.constants[name] for name in names if name in call.constants}
+
+    def work(number):
+        _here.program = Program(number, call.programs, launch)
+        try:
+            function(*arguments, **constants)
+        except BaseException as error:  # noqa: BLE001  raised below
+            launch.errors.append(error)
+
+    _run_threads([partial(work, number) for number in range(call.programs)])
+    if launch.errors:
+        # What the others say follows from the first one.
+        raise launch.errors[0]
+
+
+def installed(monkeypatch, *, programs: int, element: str) -> None:
+    """Let backend="hopper" serve float32 tensors on a CPU, by so many programs, as if the inputs were of this type."""
+    through_triton = Call.first
+
+    def first(call, kind, tensors):
+        if isinstance(call.kernel, GluonJITFunction):
+            _launch(call, tensors, element)
+        else:
+            through_triton(call, kind, tensors)
+
+    monkeypatch.setattr(Call, "first", first)
+    monkeypatch.setattr(run, "_multiprocessors", lambda _device: programs)
+    monkeypatch.setitem(backends._BACKENDS, "hopper", lambda _request: [])

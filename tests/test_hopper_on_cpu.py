@@ -1,0 +1,190 @@
+"""The Hopper kernels in float32 through the public function, without a GPU: their source, by gluon_on_cpu."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import torch
+
+import oracle
+from dilated_attention_pytorch import BlockSparse, Dilated, attention
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, Triton's interpreter is off"),
+]
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """A function that sets up so many programs; and whether gradients are computed at once, or apart."""
+    import gluon_on_cpu
+    from dilated_attention_pytorch.backends.hopper import configs, run
+
+    def setup(programs=3, element="bfloat16", *, at_once=False):
+        gluon_on_cpu.installed(monkeypatch, programs=programs, element=element)
+        monkeypatch.setattr(run, "joint_config", lambda _, head_dim: configs.configs(head_dim).joint if at_once else None)
+
+    return setup
+
+
+def tensors(n, m, head_dim, batch=1, heads=2, key_heads=1):
+    """q, k, v, dout, dlse."""
+    q, dout = torch.randn(2, batch, n, heads, head_dim).unbind(0)
+    k, v = torch.randn(2, batch, m, key_heads, head_dim).unbind(0)
+    return q, k, v, dout, torch.randn(batch, heads, n)
+
+
+def results(call, q, k, v, dout, dlse):
+    """out, lse, dq, dk, dv."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = call(*inputs)
+    seen = lse.isfinite()  # rows that see nothing have no gradient
+    return [out, lse, *oracle.grads((out, lse), inputs, (dout.to(out), torch.where(seen, dlse.to(lse), 0.0)))]
+
+
+def ours(pattern, **options):
+    return lambda *x: attention(*x, pattern, backend="hopper", return_lse=True, **options)
+
+
+def check(pattern, x, **options):
+    """All five results against the definition in float64, with the definition in float32 as the yardstick."""
+    reference = lambda *y: attention(*y, pattern, backend="reference", return_lse=True, **options)  # noqa: E731
+    exact = results(reference, *(y.double() for y in x))
+    oracle.assert_rounding_only(results(ours(pattern, **options), *x), results(reference, *x), exact, torch.float32)
+
+
+TWO = Dilated([160, 330], [1, 3])  # tiles of 160, 10 and 110 rows; parts
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [24, 48, 64, 80, 128])
+def test_head_sizes(head_dim, is_causal, install):
+    install()
+    check_with_oracle(head_dim, is_causal)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 48, 64])
+def test_head_sizes_at_once(head_dim, is_causal, install):
+    install(at_once=True)
+    check_with_oracle(head_dim, is_causal)
+
+
+def check_with_oracle(head_dim, is_causal):
+    pattern, x = TWO, tensors(330, 330, head_dim)
+    call = ours(pattern, is_causal=is_causal)
+    exact = results(lambda *y: oracle.attention(*y, pattern, is_causal=is_causal), *(y.double() for y in x))
+    oracle.assert_rounding_only(results(call, *x), results(oracle.plain(pattern, is_causal), *x), exact, torch.float32)
+
+
+CASES = {
+    "one branch": (Dilated([200], [1]), 300, 300, {}),
+    "no branch has all rows": (Dilated([128, 300], [2, 6]), 300, 300, {}),
+    "a chain of parts": (Dilated([64, 256, 512], [1, 2, 4]), 400, 400, {}),
+    "two parts": (Dilated([128, 256, 384], [1, 2, 3]), 384, 384, {}),
+    "decoding": (TWO, 70, 330, {}),
+    "causal decoding": (TWO, 200, 330, {"is_causal": True}),
+    "lengths": (TWO, 330, 330, {"lengths": torch.tensor([330, 77])}),
+    "causal lengths": (TWO, 330, 330, {"lengths": torch.tensor([201, 330]), "is_causal": True}),
+    "documents": (TWO, 330, 330, {"cu_seqlens": torch.tensor([0, 50, 51, 330])}),
+    "padding as the authors have it": (Dilated([160, 480], [1, 3], torchscale_padding=True), 330, 330, {}),
+    "negative scale": (TWO, 330, 330, {"scale": -0.3}),
+    "no scale": (TWO, 330, 330, {"scale": 0.0}),
+    "detached": (TWO, 330, 330, {"mixing_gradient": "detached"}),
+}
+
+
+# dq by a kernel of its own: other tables, and other rows of other parts.
+APART = ["a chain of parts", "causal decoding", "documents", "padding as the authors have it"]
+
+
+@pytest.mark.parametrize(("case", "at_once"), [*((x, True) for x in CASES), *((x, False) for x in APART)])
+def test_what_is_served(case, at_once, install):
+    pattern, n, m, options = CASES[case]
+    install(at_once=at_once)
+    check(pattern, tensors(n, m, 64, batch=2 if "lengths" in options else 1), **options)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_keys_behind_the_end_have_no_weight(at_once, install):
+    """Their rows are 0 and their scores 0, where all scores that there are lie at -200: weights of e**200."""
+    install(at_once=at_once)
+    x = q, k, *_ = tensors(330, 330, 64)
+    q[..., 0], k[..., 0] = 40.0, -40.0
+    check(TWO, x)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_float16_is_online(is_causal, install):
+    install(element="float16")
+    check(TWO, tensors(330, 330, 64), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_rows_that_overflow_are_computed_again(blocks, install):
+    """Scores of the last keys are larger by 200 nats than those of the first block: sums overflow, in some items."""
+    install()
+    pattern = BlockSparse.custom(torch.ones(3, 3, dtype=torch.bool), block_size=128) if blocks else Dilated([384], [1])
+    x = q, k, *_ = tensors(384, 384, 64)
+    q[:, :100, :, 0] = 40.0
+    k[:, 300:, :, 0] = 40.0
+    check(pattern, x)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("block_size", "n", "head_dim"), [(128, 500, 64), (256, 300, 128), (128, 389, 48)])
+def test_block_lists(block_size, n, head_dim, is_causal, install):
+    """A mask for each head; a query block of the first one has no keys."""
+    install()
+    blocks = -(-n // block_size)
+    mask = (torch.rand(2, blocks, blocks) < 0.5) | torch.eye(blocks, dtype=torch.bool)
+    mask[0, 0] = False
+    check(BlockSparse.custom(mask, block_size=block_size), tensors(n, n, head_dim), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_block_lists_of_several_lengths(is_causal, install):
+    install()
+    mask = torch.rand(4, 4) < 0.7
+    lengths = torch.tensor([500, 200])
+    check(BlockSparse.custom(mask, block_size=128), tensors(500, 500, 64, batch=2), is_causal=is_causal, lengths=lengths)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_turns_do_not_depend_on_who_takes_them(is_causal, install, monkeypatch):
+    """Windows of few items, more and fewer programs: dq is added up in the same order."""
+    import gluon_on_cpu
+    from dilated_attention_pytorch.backends.hopper import turns
+
+    pattern, x = Dilated([384, 768], [1, 2]), tensors(768, 768, 64)
+    found = []
+    for programs, together in ((1, 198), (2, 4), (5, 1)):
+        install(programs, at_once=True)
+        monkeypatch.setitem(gluon_on_cpu.on_cpu(turns.find_turn).__globals__, "TOGETHER", together)
+        found.append(results(ours(pattern, is_causal=is_causal), *x)[2:])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+def test_mistakes_are_found():
+    """Of the fakes: what a kernel may not do is an error."""
+    import numpy as np
+
+    from gluon_on_cpu import GL, Barrier, Int, Pointer
+
+    memory = np.arange(8, dtype=np.float32)
+    pointer = Pointer(memory, 0, "float32")
+    numbers = GL.arange(0, 12, None)
+    assert GL.load(pointer + numbers, mask=numbers < 8, other=math.inf).tolist() == [*range(8), *[math.inf] * 4]
+    with pytest.raises(AssertionError, match="outside of the tensor"):
+        GL.load(pointer + numbers, mask=numbers < 9)
+    with pytest.raises(AssertionError, match="more than 32 bits"):
+        Int(2**20) * Int(2**12)
+    assert (Int(2**20).to("int64") * Int(2**12)).bits == 64
+    barrier = Barrier(2)
+    barrier.arrive(1)
+    with pytest.raises(AssertionError, match="more arrivals"):
+        barrier.arrive(2)
