@@ -480,12 +480,16 @@ def _launch(call, tensors, element):
         raise launch.errors[0]
 
 
-def installed(monkeypatch, *, programs: int, element: str) -> None:
-    """Let backend="hopper" serve float32 tensors on a CPU, by so many programs, as if the inputs were of this type."""
-    through_triton = Call.first
+def installed(monkeypatch, *, programs: int, element: str) -> list[str]:
+    """Let backend="hopper" serve float32 tensors on a CPU, by so many programs, as if the inputs were of this type.
+
+    Returns the names of the kernels that are launched, as they are.
+    """
+    through_triton, launched = Call.first, []
 
     def first(call, kind, tensors):
         if isinstance(call.kernel, GluonJITFunction):
+            launched.append(call.kernel.fn.__name__)
             _launch(call, tensors, element)
         else:
             through_triton(call, kind, tensors)
@@ -493,3 +497,4 @@ def installed(monkeypatch, *, programs: int, element: str) -> None:
     monkeypatch.setattr(Call, "first", first)
     monkeypatch.setattr(run, "_multiprocessors", lambda _device: programs)
     monkeypatch.setitem(backends._BACKENDS, "hopper", lambda _request: [])
+    return launched

@@ -7,6 +7,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import oracle
 from dilated_attention_pytorch import BlockSparse, Dilated, attention
@@ -56,6 +60,7 @@ def check(pattern, x, **options):
     oracle.assert_rounding_only(results(ours(pattern, **options), *x), results(reference, *x), exact, torch.float32)
 
 
+NAMES = ("out", "lse", "dq", "dk", "dv")
 TWO = Dilated([160, 330], [1, 3])  # tiles of 160, 10 and 110 rows; parts
 
 
@@ -167,6 +172,60 @@ def test_turns_do_not_depend_on_who_takes_them(is_causal, install, monkeypatch):
         found.append(results(ours(pattern, is_causal=is_causal), *x)[2:])
     for others in found[1:]:
         assert all(map(torch.equal, found[0], others))
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_problem(data, install):
+    """Rates that divide one another or do not, segments of any length, few queries, several samples and heads."""
+    draw = data.draw
+    branches = draw(st.lists(st.tuples(st.integers(8, 300), st.integers(1, 6)), min_size=1, max_size=3))
+    keys = draw(st.integers(1, 320))
+    queries = draw(st.one_of(st.just(keys), st.integers(1, keys)))
+    batch, key_heads, group = draw(st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 3)]))
+    install(draw(st.integers(1, 4)), at_once=draw(st.booleans()))
+    x = tensors(queries, keys, draw(st.sampled_from([48, 64])), batch, key_heads * group, key_heads)
+    pattern, is_causal = Dilated(*map(list, zip(*sorted(branches), strict=True))), draw(st.booleans())
+    exact = results(lambda *y: oracle.attention(*y, pattern, is_causal=is_causal), *(y.double() for y in x))
+    for name, a, e in zip(NAMES, results(ours(pattern, is_causal=is_causal), *x), exact, strict=True):
+        empty = e == -math.inf
+        assert torch.equal(a == -math.inf, empty), name
+        # Gradients of a row with one key are 0, but for the rounding of what they are the difference of.
+        error, size = (float(y.masked_fill(empty, 0.0).norm()) for y in (a - e, e))
+        assert error < 2e-6 * (size + float(x[3].norm())), f"{name}: {error}"
+
+
+def on_two_ranks(rank, store):
+    import gluon_on_cpu
+    from dilated_attention_pytorch.backends.hopper import configs, run
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    pattern, own = Dilated([96, 400], [1, 4]), slice(0, 240) if rank == 0 else slice(240, 400)
+    whole = torch.randn(4, 2, 400, 4, 64, generator=torch.Generator().manual_seed(0))
+
+    def gradients(*tensors, **options):
+        *inputs, dout = (x.clone().requires_grad_() for x in tensors)
+        out = attention(*inputs, pattern, **options)
+        return [x.detach().double() for x in (out, *torch.autograd.grad(out, inputs, dout))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        launched = gluon_on_cpu.installed(patch, programs=2, element="bfloat16")
+        patch.setattr(run, "joint_config", lambda _, head_dim: configs.configs(head_dim).joint)
+        for is_causal in (False, True):
+            exact = gradients(*whole.double(), backend="reference", is_causal=is_causal)
+            options = {"group": dist.group.WORLD, "transport": "ring", "backend": "hopper", "is_causal": is_causal}
+            actual = gradients(*(x[:, own] for x in whole), **options)
+            for name, a, e in zip(("out", "dq", "dk", "dv"), actual, exact, strict=True):
+                error = float((a - e[:, own]).norm() / e[:, own].norm())
+                assert error < 2e-6, f"{name}, causal={is_causal}: {error}"
+        assert set(launched) == {"forward_kernel", "joint_kernel"}
+    dist.destroy_process_group()
+
+
+def test_own_rows_of_ranks(tmp_path):
+    """A rank's own queries with its own keys by Hopper kernels, all gradients at once; the rest by stock operators."""
+    mp.spawn(on_two_ranks, (str(tmp_path / "store"),), nprocs=2)
 
 
 def test_mistakes_are_found():
