@@ -13,7 +13,6 @@ layouts, registers, rounding (all floats have 32 bits), and memory that is read 
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 import types
@@ -28,131 +27,9 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.hopper import run
 from dilated_attention_pytorch.backends.triton.launch import Call
+from gluon_values import NUMBERS, Int, Pointer, Shared, load, of_two, product, reduced, store, value, where
 
 LONGEST_WAIT = 60.0  # seconds that a launch may take
-_NUMBERS = {"int32": np.int32, "int64": np.int64, "uint32": np.uint32, "uint64": np.uint64}
-
-
-class Int(int):
-    """A scalar integer that knows how many bits it has, and does not overflow."""
-
-    bits: int
-
-    def __new__(cls, value, bits=32):
-        low, high = -(2 ** (bits - 1)), 2**bits  # unsigned ones, too
-        assert low <= value < high, f"{value} has more than {bits} bits"
-        made = super().__new__(cls, value)
-        made.bits = bits
-        return made
-
-    def to(self, kind):
-        if kind.startswith("float"):
-            return float(self)
-        bits = int(kind[-2:])
-        return Int(int(self), bits)
-
-
-def _bits(*numbers):
-    return max(getattr(x, "bits", 32 if abs(int(x)) < 2**31 else 64) for x in numbers)
-
-
-def _integer_operation(name):
-    operation = getattr(int, name)
-
-    def apply(a, b):
-        if not isinstance(b, int):  # an array, a pointer, a float
-            return NotImplemented
-        if name in ("__floordiv__", "__mod__"):
-            assert a >= 0, "Triton rounds towards 0"
-            assert b > 0
-        bits = _bits(a, b)
-        found = operation(int(a), int(b))
-        assert bits > 32 or -(2**31) <= found < 2**31, f"{int(a)} and {int(b)} by {name}: {found} has more than 32 bits"
-        return Int(found, bits)
-
-    return apply
-
-
-_BOTH_WAYS = ("add", "sub", "mul", "and", "or", "xor")
-for _name in (*_BOTH_WAYS, *(f"r{x}" for x in _BOTH_WAYS), "floordiv", "mod", "rshift", "lshift"):
-    setattr(Int, f"__{_name}__", _integer_operation(f"__{_name}__"))
-
-
-class Value(np.ndarray):
-    """A tensor in registers. Nothing is changed in place: other names may stand for the same array."""
-
-    type = types.SimpleNamespace(layout=None)
-
-    def __array_ufunc__(self, ufunc, method, *inputs, **options):
-        plain = [x.view(np.ndarray) if isinstance(x, Value) else int(x) if isinstance(x, Int) else x for x in inputs]
-        return _value(getattr(ufunc, method)(*plain, **options))
-
-    def to(self, kind):
-        return self.astype(_NUMBERS.get(kind, np.float32), copy=False)
-
-    def permute(self, order):
-        return self.transpose(order)
-
-    def split(self):
-        return self[..., 0], self[..., 1]
-
-
-for _name in ("add", "sub", "mul", "or", "and"):
-    _operator = getattr(operator, {"or": "or_", "and": "and_"}.get(_name, _name))
-    setattr(Value, f"__i{_name}__", lambda a, b, _operator=_operator: _operator(a, b))
-
-
-def _value(array):
-    return np.asarray(array).view(Value)
-
-
-class Pointer:
-    """Some elements of a flat tensor."""
-
-    def __init__(self, memory, offset, element):
-        self.memory, self.offset, self.dtype = memory, offset, types.SimpleNamespace(element_ty=element)
-
-    def __add__(self, other):
-        if isinstance(other, Pointer):
-            return NotImplemented
-        offset = self.offset + (int(other) if isinstance(other, int) else other.astype(np.int64))
-        return Pointer(self.memory, offset, self.dtype.element_ty)
-
-    def to(self, _kind):
-        return Int(self.offset, 64)
-
-    def places(self, mask):
-        """Of the elements that count, which have to exist."""
-        found = np.asarray(self.offset)[mask]
-        assert ((found >= 0) & (found < len(self.memory))).all(), "outside of the tensor"
-        return found
-
-
-class Shared:
-    """Shared memory."""
-
-    def __init__(self, array, dtype):
-        self.array, self.shape, self.dtype = array, array.shape, dtype
-
-    def index(self, i):
-        return Shared(self.array[int(i)], self.dtype)
-
-    def permute(self, order):
-        return Shared(self.array.transpose(order), self.dtype)
-
-    def slice(self, start, length, dim):
-        assert dim == 1
-        return Shared(self.array[:, start : start + length], self.dtype)
-
-    def reshaped(self, _kind, shape, _layout):
-        return Shared(self.array.reshape([int(x) for x in shape]), self.dtype)
-
-    def load(self, _layout):
-        return _value(self.array.copy())
-
-    def store(self, x):
-        assert x.shape == self.array.shape
-        self.array[...] = x
 
 
 class Program:
@@ -239,24 +116,8 @@ def _allocate(kind, shape, layout):
     if isinstance(layout, _Mbarrier.MBarrierLayout):
         return Barriers(shape[0])
     shape = [int(x) for x in shape]
-    empty = np.full(shape, -(2**40)) if kind in _NUMBERS else np.full(shape, np.nan, np.float32)
+    empty = np.full(shape, -(2**40)) if kind in NUMBERS else np.full(shape, np.nan, np.float32)
     return Shared(empty, kind)
-
-
-def _load(pointer, mask=True, other=0):
-    memory = pointer.memory
-    if not isinstance(pointer.offset, np.ndarray):
-        found = memory[pointer.places(())] if mask else other
-        return float(found) if memory.dtype == np.float32 else Int(int(found), 8 * memory.itemsize)
-    mask = np.broadcast_to(mask, pointer.offset.shape)
-    found = np.full(mask.shape, other, memory.dtype)
-    found[mask] = memory[pointer.places(mask)]
-    return _value(found)
-
-
-def _store(pointer, x, mask):
-    mask = np.broadcast_to(mask, pointer.offset.shape)
-    pointer.memory[pointer.places(mask)] = np.broadcast_to(x, mask.shape)[mask]
 
 
 def _atomic_add(pointer, x, sem):
@@ -285,7 +146,7 @@ class _Descriptor:
         """The elements of a block that exist: where they lie in it, and in memory."""
         rows = np.arange(max(first, 0), min(first + self.block[0], self.shape[0]))
         columns = np.arange(max(column, 0), min(column + self.block[1], self.shape[1]))
-        at = self.pointer + _value(rows[:, None] * int(self.step) + columns)
+        at = self.pointer + value(rows[:, None] * int(self.step) + columns)
         return np.ix_(rows - first, columns - column), at.places(...)
 
 
@@ -316,36 +177,11 @@ def _wait_additions(pending, read):
 
 
 def _copy_elements(smem, pointer):
-    smem.store(_load(pointer))
-
-
-def _product(a, b, sums, use_acc=True, is_async=True):
-    a, b = (x.array if isinstance(x, Shared) else x for x in (a, b))
-    found = np.asarray(a) @ np.asarray(b)
-    return _value(found + sums if use_acc else found)
-
-
-def _where(condition, a, b):
-    if any(isinstance(x, np.ndarray) for x in (condition, a, b)):
-        plain = [int(x) if isinstance(x, Int) else x for x in (condition, a, b)]
-        return _value(np.where(*plain))
-    chosen = a if condition else b
-    return Int(int(chosen), _bits(a, b)) if isinstance(a, int) and isinstance(b, int) else chosen
-
-
-def _of_two(array_function, scalar_function, a, b):
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return array_function(*(int(x) if isinstance(x, Int) else x for x in (a, b)))
-    return Int(scalar_function(a, b), _bits(a, b))
-
-
-def _reduced(function, x, axis):
-    found = function(x, axis=axis)
-    return found if found.shape else Int(int(found), 64)
+    smem.store(load(pointer))
 
 
 def _warp_specialize(parts, _warps, _registers):
-    """A thread for each part; those of other warps than the first have no additions under way at the end."""
+    """A thread for each part; none ends with additions under way."""
     program = _here.program
 
     def work(function, arguments):
@@ -383,22 +219,22 @@ GL = types.SimpleNamespace(
     num_programs=lambda _axis: Int(_here.program.programs),
     warp_specialize=_warp_specialize,
     allocate_shared_memory=_allocate,
-    load=_load,
-    store=_store,
+    load=load,
+    store=store,
     atomic_add=_atomic_add,
     atomic_xchg=_atomic_xchg,
-    arange=lambda start, stop, _layout: _value(np.arange(start, stop)),
-    full=lambda shape, x, kind, _layout: _value(np.full(shape, x, _NUMBERS.get(kind, np.float32))),
-    zeros_like=lambda x: _value(np.zeros_like(x)),
+    arange=lambda start, stop, _layout: value(np.arange(start, stop)),
+    full=lambda shape, x, kind, _layout: value(np.full(shape, x, NUMBERS.get(kind, np.float32))),
+    zeros_like=lambda x: value(np.zeros_like(x)),
     convert_layout=lambda x, _layout, assert_trivial=False: x,
-    where=_where,
-    maximum=partial(_of_two, np.maximum, max),
-    minimum=partial(_of_two, np.minimum, min),
-    sum=partial(_reduced, np.sum),
-    max=partial(_reduced, np.max),
+    where=where,
+    maximum=partial(of_two, np.maximum, max),
+    minimum=partial(of_two, np.minimum, min),
+    sum=partial(reduced, np.sum),
+    max=partial(reduced, np.max),
     exp2=np.exp2,
     log2=np.log2,
-    join=lambda a, b: _value(np.stack((a, b), -1)),
+    join=lambda a, b: value(np.stack((a, b), -1)),
     inline_asm_elementwise=lambda *_, **__: None,
 )  # fmt: skip
 # In place of what modules of kernels import or define under these names.
@@ -414,7 +250,7 @@ FAKES = {
     "wait_additions": _wait_additions,
     "copy_elements": _copy_elements,
     "reshaped": Shared.reshaped,
-    "warpgroup_mma": _product,
+    "warpgroup_mma": product,
     "warpgroup_mma_wait": lambda _pending, deps: deps[0] if len(deps) == 1 else deps,
     "fence_async_shared": lambda: None,
     # A launch begins when the one before is done.

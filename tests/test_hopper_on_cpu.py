@@ -232,7 +232,8 @@ def test_mistakes_are_found():
     """Of the fakes: what a kernel may not do is an error."""
     import numpy as np
 
-    from gluon_on_cpu import GL, Barrier, Int, Pointer
+    from gluon_on_cpu import GL, Barrier
+    from gluon_values import Int, Pointer
 
     memory = np.arange(8, dtype=np.float32)
     pointer = Pointer(memory, 0, "float32")

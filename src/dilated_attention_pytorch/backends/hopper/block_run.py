@@ -11,9 +11,8 @@ from torch import Tensor
 from dilated_attention_pytorch.backends.hopper.block_dkv import block_dkv_kernel
 from dilated_attention_pytorch.backends.hopper.block_dq import block_dq_kernel
 from dilated_attention_pytorch.backends.hopper.block_forward import block_forward_kernel
-from dilated_attention_pytorch.backends.hopper.configs import Config, configs
+from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, Config, configs
 from dilated_attention_pytorch.backends.hopper.run import (
-    ITEM_ROWS,
     aligned,
     constants,
     launch_persistent,

@@ -8,6 +8,8 @@ from functools import lru_cache
 
 from dilated_attention_pytorch.problem import Problem
 
+ITEM_ROWS = 128  # that a program computes at once: 64 by each of its two groups of four warps
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -83,6 +85,6 @@ def _extent(problem: Problem) -> tuple[int, int, int]:
             own_rows = tiles * group * f.q_rows
             rows += own_rows
             pairs += own_rows * f.k_rows
-            if tiles * math.ceil(f.k_rows / 128) >= _MULTIPROCESSORS:
+            if tiles * math.ceil(f.k_rows / ITEM_ROWS) >= _MULTIPROCESSORS:
                 busy_pairs += own_rows * f.k_rows
     return pairs, rows, busy_pairs

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS
 from dilated_attention_pytorch.backends.triton.primitives import (
     find_family,
     locate,
@@ -48,7 +49,7 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 reshaped = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 GROUPS = gl.constexpr(2)  # that compute 64 rows each, see docs/kernels.md, versions 10 and 13, for three
-ROWS = gl.constexpr(128)  # of an item
+ROWS = gl.constexpr(ITEM_ROWS)
 # What the producer leaves of an item, and of each part to be added (see primitives.part_facts).
 FACTS = gl.constexpr(13)
 FIRST, Q_ROWS, K_ROWS, CAUSAL, ZERO_KEYS, PLACE, LSE_PLACE, POSITION, STRIDE, CHILDREN = map(gl.constexpr, range(10))

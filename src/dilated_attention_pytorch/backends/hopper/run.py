@@ -12,12 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.hopper.configs import Config, configs, joint_config
+from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, Config, configs, joint_config
 from dilated_attention_pytorch.backends.hopper.dkv import dkv_kernel
 from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
 from dilated_attention_pytorch.backends.hopper.joint import joint_kernel
-from dilated_attention_pytorch.backends.hopper.pieces import PART_FACTS, ROWS, in_fours
+from dilated_attention_pytorch.backends.hopper.pieces import PART_FACTS, in_fours
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
 from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
@@ -27,7 +27,6 @@ from dilated_attention_pytorch.tiles import positive_scale
 
 # Per thread at the start, without and with a third group: 12 or 16 warps share 65,536. Groups then take some from the others.
 START_REGISTERS = 168, 128
-ITEM_ROWS = int(ROWS.value)  # that a program computes at once
 # Of a program, for descriptors: two places of 128 bytes for each of up to five tensors and one for the sums of dq, or two for
 # each of three tensors in each of two passes.
 _SCRATCH_BYTES = 1536
