@@ -1,4 +1,4 @@
-"""What Gluon kernels compute with, on a CPU: integers with their bits, tensors, pointers, shared memory. See gluon_on_cpu."""
+"""What Gluon kernels compute with, on a CPU: integers with their bits, tensors, pointers, memory; see gluon_on_cpu."""
 
 from __future__ import annotations
 
