@@ -153,8 +153,8 @@ def forward_and_backward(function, inputs) -> tuple[float, float]:
     return forward, steady_milliseconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True))
 
 
-def dense_rates(s: Setting) -> tuple[float, float]:
-    """TFLOP/s of dense attention at the typical tile length, enough of it to fill the GPU."""
+def dense_rates(s: Setting) -> tuple[float, float, float]:
+    """TFLOP/s of dense attention at the typical tile length that fills the GPU: forward, backward, forward rested."""
     batch = max(1, 2**17 // s.dense_length)
 
     def dense(q, k, v):
@@ -166,8 +166,11 @@ def dense_rates(s: Setting) -> tuple[float, float]:
             return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=s.causal).transpose(1, 2)
 
     flops = batch * s.heads * s.head_dim * 4 * s.dense_length**2 / (2 if s.causal else 1)
-    forward, backward = forward_and_backward(dense, tensors(s, batch, s.dense_length))
-    return flops / forward / 1e9, 2.5 * flops / backward / 1e9
+    inputs = tensors(s, batch, s.dense_length)
+    forward, backward = forward_and_backward(dense, inputs)
+    with torch.no_grad():
+        rested = rested_milliseconds(lambda: dense(*inputs))
+    return flops / forward / 1e9, 2.5 * flops / backward / 1e9, flops / rested / 1e9
 
 
 def error(s: Setting, inputs, out) -> float:
@@ -257,9 +260,10 @@ def main() -> None:
             torch.cuda.empty_cache()
             row = measure(name, s, backend)
             after = dense_rates(s)
-            dense_forward, dense_backward = ((x + y) / 2 for x, y in zip(before, after, strict=True))
+            dense_forward, dense_backward, dense_rested = ((x + y) / 2 for x, y in zip(before, after, strict=True))
             before = after
             row |= {"dense_forward_tflops": dense_forward, "dense_backward_tflops": dense_backward}
+            row["dense_forward_rested_tflops"] = dense_rested
             row["forward_x_dense"] = row["forward_tflops"] / dense_forward
             row["backward_x_dense"] = row["backward_tflops"] / dense_backward
             report["rows"].append(row)

@@ -91,7 +91,11 @@ def argument_type(name: str, element: str) -> str:
     return "fp32" if name in ("scale_log2", "scale", "keep_scale", "factor") else "i32"
 
 
-def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False):
+def precision(size: int, in_three: bool) -> str:
+    return "tf32" if size == 2 else "tf32x3" if in_three else "ieee"
+
+
+def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False, in_three=True):
     function = KERNELS[kernel]
     constants = {
         "D": head_dim,
@@ -104,7 +108,7 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, o
         "DROPOUT": False,
         "ORDERED": ordered,
         "WIDE": False,
-        "PRECISION": "tf32" if size == 2 else "ieee",
+        "PRECISION": precision(size, in_three),
         "group": 1,  # as Triton specialises it
     }
     if kernel == "forward":
@@ -126,7 +130,7 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
         "CAUSAL": causal,
         "DROPOUT": False,
         "WIDE": False,
-        "PRECISION": "tf32" if size == 2 else "ieee",
+        "PRECISION": precision(size, shipped.in_three),
     }
     if group == 1:  # as Triton specialises it
         constants["group"] = 1
@@ -206,6 +210,7 @@ def compiled_usage(source, function, constants, size, options, single=()):
         "shared_bytes": compiled.metadata.shared,
         "scratch_bytes": getattr(compiled.metadata, "global_scratch_size", 0),
         "tensor_cores": "wgmma" in compiled.asm["ptx"],
+        "narrow_products": "m64n8k" in compiled.asm["ptx"],
         "warp_products": "mma.sync" in compiled.asm["ptx"],  # of tiles too small for the above
         "wide_copies": "cp.async.cg.shared.global" in compiled.asm["ptx"],
         "single_loads": len(re.findall(r"ld\.global\S*\.b16", compiled.asm["ptx"])),

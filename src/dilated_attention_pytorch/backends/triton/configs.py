@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,9 @@ class Config:
     block_n: int
     warps: int
     stages: int
+    # float32 unless PyTorch was allowed less: each product by three of TF32 on tensor cores, which lose no more than
+    # float32 itself does, or without tensor cores.
+    in_three: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +30,16 @@ class Configs:
 
 
 # Keyed by (bytes per element, padded head size); the smallest padded head size that fits is taken.
-# The rows for 2 bytes and head sizes 64 and 128 are the best of a quick sweep on an H200; the others are safe sizes that
-# nobody has tuned.
+# The rows for head sizes 64 and 128 are the best of a quick sweep on an H200; the others are safe sizes that nobody has
+# tuned. Not for float32: 64 rows, 8 warps and blocks of 16. Triton 3.6 makes products of 8 columns then, and these read
+# memory that is not theirs (docs/kernels.md, version 14).
 _HOPPER = {
     (2, 64): Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
     (2, 128): Configs(Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
     (2, 256): Configs(Config(64, 64, 8, 2), Config(64, 32, 8, 1), Config(32, 64, 8, 1)),
-    (4, 64): Configs(Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(32, 64, 4, 2)),
-    (4, 128): Configs(Config(64, 32, 8, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    (4, 256): Configs(Config(32, 32, 8, 1), Config(32, 16, 8, 1), Config(16, 32, 8, 1)),
+    (4, 64): Configs(Config(128, 64, 8, 2), Config(128, 32, 8, 1), Config(32, 128, 8, 1)),
+    (4, 128): Configs(Config(128, 32, 8, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    (4, 256): Configs(Config(32, 32, 8, 1), Config(32, 16, 4, 1), Config(16, 32, 8, 1, in_three=False)),
 }
 # Less shared memory: Ampere and Ada.
 _OTHER = {
@@ -52,9 +56,9 @@ _HOPPER_BLOCKS = {
     (2, 64): Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
     (2, 128): Configs(Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
     (2, 256): _HOPPER[2, 256],
-    (4, 64): _HOPPER[4, 64],
-    (4, 128): _HOPPER[4, 128],
-    (4, 256): _HOPPER[4, 256],
+    (4, 64): Configs(Config(64, 32, 4, 2, False), Config(64, 32, 4, 2, False), Config(32, 64, 4, 2, False)),
+    (4, 128): Configs(Config(64, 32, 8, 2, False), Config(32, 32, 4, 1, False), Config(32, 32, 4, 1, False)),
+    (4, 256): Configs(Config(32, 32, 8, 1, False), Config(32, 16, 8, 1, False), Config(16, 32, 8, 1, False)),
 }
 
 
@@ -73,14 +77,14 @@ def _within(config: Config, block_size: int) -> Config:
     """The same with tiles inside of blocks; small tiles need no more than four warps."""
     block_m, block_n = min(config.block_m, block_size), min(config.block_n, block_size)
     cut = (block_m, block_n) != (config.block_m, config.block_n)
-    return Config(block_m, block_n, 4 if cut else config.warps, config.stages)
+    return replace(config, block_m=block_m, block_n=block_n, warps=4 if cut else config.warps)
 
 
 def block_configs(capability: tuple[int, int], dtype: torch.dtype, head_dim: int, block_size: int) -> Configs:
     """The configurations over lists of blocks of so many positions; a tile divides a block.
 
     >>> block_configs((9, 0), torch.bfloat16, 64, 32).forward
-    Config(block_m=32, block_n=32, warps=4, stages=3)
+    Config(block_m=32, block_n=32, warps=4, stages=3, in_three=True)
     """
     table = _HOPPER_BLOCKS if capability[0] == 9 else _OTHER
     chosen = table[dtype.itemsize, max(64, padded(head_dim))]

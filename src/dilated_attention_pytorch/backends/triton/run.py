@@ -33,7 +33,7 @@ def _configs(x: Tensor) -> Configs:
 
 
 def exact_products(x: Tensor) -> bool:
-    """float32 products are exact to float32 unless the caller allowed less for all of PyTorch."""
+    """float32 products are as exact as float32 unless the caller allowed less for all of PyTorch."""
     return x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
@@ -45,7 +45,7 @@ def tile_constants(head_dim: int, exact: bool, config: Config, step: int) -> dic
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "WIDE": step * max(config.block_m, config.block_n) >= 2**31,
-        "PRECISION": "ieee" if exact else "tf32",
+        "PRECISION": ("tf32x3" if config.in_three else "ieee") if exact else "tf32",
         "num_warps": config.warps,
         "num_stages": config.stages,
     }
