@@ -131,6 +131,26 @@ def test_float32_head_sizes(head_dim, causal):
     oracle.assert_rounding_only(run(ours, q, k, v, dout, dlse), yardstick, exact, torch.float32)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("rates", [[1, 2, 4], [2, 4, 12]], ids=["dense", "sums"])
+def test_shares_have_the_same_bits(rates, backend, causal, monkeypatch):
+    """Parts of one share of samples or heads after the other, in the same memory: launches that overlap must not meet."""
+    from dilated_attention_pytorch.backends.triton import tables
+
+    pattern = Dilated([512, 1024, 4096], rates)
+    if backend not in over_tables(torch.bfloat16, 64):
+        pytest.skip("needs a Hopper GPU")
+    x = [torch.randn(2, 8192, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    dlse = torch.randn(2, 4, 8192, device="cuda")
+    call = lambda *y: attention(*y, pattern, is_causal=causal, backend=backend, return_lse=True)  # noqa: E731
+    together = run(call, *x, dlse)
+    for numbers in (2**18, 1):  # a few shares, and as many as there are heads
+        monkeypatch.setattr(tables, "PART_NUMBERS", numbers)
+        for _ in range(20):
+            assert all(map(torch.equal, run(call, *x, dlse), together))
+
+
 ONE_MERGE = {
     "whole segments": (Dilated([512, 1024, 2048], [1, 2, 4]), {}),
     "cut segments": (Dilated([512, 1000, 3000], [1, 3, 6]), {}),

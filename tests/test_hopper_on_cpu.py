@@ -248,3 +248,36 @@ def test_mistakes_are_found():
     barrier.arrive(1)
     with pytest.raises(AssertionError, match="more arrivals"):
         barrier.arrive(2)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "batch", "options"),
+    [
+        (TWO, 1, {}),
+        (TWO, 2, {"is_causal": True}),
+        (
+            Dilated([64, 128], [2, 4]),
+            2,
+            {"lengths": (256, 100)},
+        ),  # launches that only add up parts, between those of shares
+        (Dilated([64, 100, 128], [1, 2, 4]), 1, {"cu_seqlens": (0, 100, 356)}),
+    ],
+    ids=["heads", "samples and heads", "sums", "documents"],
+)
+def test_shares_have_the_same_bits(pattern, batch, options, at_once, install, monkeypatch):
+    """Parts of one share of samples or heads after the other, in the same memory."""
+    from dilated_attention_pytorch.backends.triton import tables
+
+    install(at_once=at_once)
+    options = {name: torch.tensor(x) if isinstance(x, tuple) else x for name, x in options.items()}
+    n = int(options["cu_seqlens"][-1]) if "cu_seqlens" in options else 256
+    x = tensors(n, n, 64, batch=batch, heads=6, key_heads=3)
+    together = results(ours(pattern, **options), *x)
+    made = []
+    for_share = tables.shares_of
+    monkeypatch.setattr(tables, "shares_of", lambda *sizes: made.append(for_share(*sizes)) or made[-1])
+    monkeypatch.setattr(tables, "PART_NUMBERS", 64)
+    for name, a, b in zip(NAMES, results(ours(pattern, **options), *x), together, strict=True):
+        assert torch.equal(a, b), name
+    assert {len(shares) for shares in made} == {3 * batch}

@@ -155,11 +155,11 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
 
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     problem = Problem(Dilated([64, 128], [1, 2]), False, 2, queries, 200, 6, 3, None, None)
-    todo = work(problem, block=64, by_keys=which in ("dkv", "joint"), device=torch.device("cpu"))
+    todo = work(problem, block=64, by_keys=which in ("dkv", "joint"), head_dim=64, device=torch.device("cpu"))
     read = ("q", "k", "v") if which == "forward" else ("q", "k", "v", "dout")
     strides = tuple((1000 * i + 3, 1000 * i + 2, 1000 * i + 1, 1) for i in range(1, len(read) + 1))
     if package == "hopper":
-        attend, add_parts = getattr(hopper, f"_{which}_calls")(todo, 64, strides, 0.25, hopper.configs(64).dq)
+        ((attend, add_parts),) = getattr(hopper, f"_{which}_calls")(todo, 64, strides, 0.25, hopper.configs(64).dq)
     else:
         how = portable.Tiles(64, strides, portable.SUM, scale=0.25)
         attend, add_parts = (), getattr(portable, f"{which}_calls")(todo, how)
@@ -174,7 +174,7 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
         first = names.index("TABLE")
         bound = dict(zip(names[first:], arguments, strict=False))
         assert bound["TABLE"] is one.table
-        assert bound["LAYOUT"] is todo.layout
+        assert bound["LAYOUT"] is one.layout
         assert bound["OFFSETS"] is todo.offsets
         numbers = expected | {"families": len(one.table), "items": one.programs}
         if "number" in names:
@@ -218,7 +218,9 @@ def test_tables_are_kept_for_the_gpu_that_reads_them(capturing, monkeypatch):
 def test_launches_of_one_branch_each():
     """Rates 4 and 6 are of one level: their tiles have the same rows of queries."""
     problem = Problem(Dilated([64, 128, 240], [1, 4, 6]), False, 2, 480, 480, 6, 3, None, None)
-    together, apart = (work(problem, block=64, by_keys=True, device=torch.device("cpu"), apart=x) for x in (False, True))
+    together, apart = (
+        work(problem, block=64, by_keys=True, head_dim=64, device=torch.device("cpu"), apart=x) for x in (False, True)
+    )
     branches = tables.COLUMNS.index("branch")
     assert [set(one.table[:, branches].tolist()) for one in together.launches] == [{1, 2}, {0}]
     assert [set(one.table[:, branches].tolist()) for one in apart.launches] == [{2}, {1}, {0}]

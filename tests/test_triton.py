@@ -132,12 +132,18 @@ def test_same_as_the_reference(options, mixing):
         torch.testing.assert_close(a, e, rtol=2e-5, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_bit_for_bit():
-    tensors, pattern = inputs(1, 70, 70, 2, 1, 16), Dilated([24, 64], [1, 3])
-    dout, dlse = torch.randn_like(tensors[0]), torch.randn(1, 2, 70, device=DEVICE)
+@pytest.mark.parametrize("rates", [[1, 3], [2, 4]])
+def test_bit_for_bit(rates, monkeypatch):
+    """Again, and one head of a sample after the other."""
+    from dilated_attention_pytorch.backends.triton import tables
+
+    tensors, pattern = inputs(2, 70, 70, 4, 2, 16), Dilated([24, 64], rates)
+    dout, dlse = torch.randn_like(tensors[0]), torch.randn(2, 4, 70, device=DEVICE)
     call = lambda *x: attention(*x, pattern, is_causal=True, backend="triton", return_lse=True)  # noqa: E731
     first, second = (results(call, tensors, dout, dlse) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(map(torch.equal, first, second))
+    monkeypatch.setattr(tables, "PART_NUMBERS", 16)
+    assert all(map(torch.equal, first, results(call, tensors, dout, dlse)))
 
 
 def test_division_by_an_inverse():
@@ -159,21 +165,32 @@ def test_division_by_an_inverse():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rates", [[1, 3, 2], [2, 3, 4], [1, 2, 4], [2, 4, 12], [1, 6, 2]])
 @pytest.mark.parametrize("lengths_w", [(16, 50, 1000), (16, 48, 96), (16, 50, 28)])
-def test_every_row_has_one_writer_and_every_part_one_reader(n, m, lengths, causal, rates, by_keys, lengths_w):
+@pytest.mark.parametrize("least_shares", [1, 2, 3])
+def test_every_row_has_one_writer_and_every_part_one_reader(
+    n, m, lengths, causal, rates, by_keys, lengths_w, least_shares, monkeypatch
+):
     """The tables alone: no two tiles write one row, and each part is read once, after it was written, where it lies."""
-    from dilated_attention_pytorch.backends.triton.tables import COLUMNS, work
+    from dilated_attention_pytorch.backends.triton import tables
     from dilated_attention_pytorch.problem import Problem
 
     problem = Problem(Dilated(lengths_w, rates), causal, 2, n, m, 3, 3, lengths, None)
-    todo = work(problem, block=32, by_keys=by_keys, device=torch.device("cpu"))
+    options = {"block": 32, "by_keys": by_keys, "head_dim": 64, "device": torch.device("cpu")}
+    all_rows = tables.work(problem, **options).part_rows
+    monkeypatch.setattr(tables, "PART_NUMBERS", -(-all_rows // least_shares) * 64)
+    todo = tables.work(problem, **options)
+    assert len(todo.shares) == ({1: 1, 2: 2, 3: 4}[least_shares] if n == m else 1)
+    assert (todo.part_rows < all_rows) == (len(todo.shares) > 1)
     side, total = ("k", m) if by_keys else ("q", n)
 
     def rows(launch):
         """Row of the table, sample, head, row of the tensor, place in the parts."""
-        for values in launch.table.tolist():
-            c = dict(zip(COLUMNS, values, strict=True))
-            span, _ = problem.plans()[c["sequence"]]
-            for b in range(span.samples.stop - span.samples.start):
+        ends = [*launch.table[1:, 0].tolist(), launch.programs]
+        for columns, end in zip(launch.table.tolist(), ends, strict=True):
+            c = dict(zip(tables.COLUMNS, columns, strict=True))
+            blocks = -(-c[f"{side}_rows"] // (32 if launch.attends else tables.SUM_ROWS))
+            samples, rest = divmod(end - c["first_program"], blocks * c["tiles"] * c["heads"])
+            assert rest == 0
+            for b in range(samples):
                 for t in range(c["tiles"]):
                     for a in range(c["heads"]):
                         g = c["first_head"] + a * c["head_step"]
@@ -184,32 +201,36 @@ def test_every_row_has_one_writer_and_every_part_one_reader(n, m, lengths, causa
                             place = c["part_base"] + segment * c["capacity"] + c["own_number"] + x
                             yield c, b, g, start + x * c["row_stride"], place
 
-    results, parts, read = [], {}, []
-    for launch in todo.launches:
-        written = {}
-        for c, b, g, row, place in rows(launch):
-            i = row + c["to_position"]
-            for child in range(c["first_child"], c["first_child"] + c["children"]):
-                entry = todo.layout[c["sequence"] * todo.groups + child].tolist()
-                base, segments, capacity, w, r, segment, low, *_ = entry
-                number, rest = divmod(i % w - int(todo.offsets[child, g]), r)
-                if number >= 0 and rest == 0:
-                    source = base + ((b * 3 + g) * segments + i // w - segment) * capacity + number - low
-                    assert source in parts or not todo.complete
-                    if source in parts:
-                        assert parts[source] == (c["sequence"], b, g, i)
-                        read.append(source)
-            if launch.final:
-                results.append((c["first_sample"] + b, g, row))
-            else:
-                assert place not in written
-                assert place not in parts
-                written[place] = (c["sequence"], b, g, i)
-        parts |= written
+    results = []
+    for share in todo.shares:
+        parts, read = {}, []
+        for launch in share:
+            written = {}
+            for c, b, g, row, place in rows(launch):
+                i = row + c["to_position"]
+                for child in range(c["first_child"], c["first_child"] + c["children"]):
+                    entry = launch.layout[c["sequence"] * todo.groups + child].tolist()
+                    base, segments, capacity, w, r, segment, low, *_ = entry
+                    number, rest = divmod(i % w - int(todo.offsets[child, g]), r)
+                    if number >= 0 and rest == 0:
+                        source = base + ((b * 3 + g) * segments + i // w - segment) * capacity + number - low
+                        assert source in parts or not todo.complete
+                        if source in parts:
+                            assert parts[source] == (c["sequence"], b, g, i)
+                            read.append(source)
+                if launch.final:
+                    results.append((c["first_sample"] + b, g, row))
+                else:
+                    assert place not in written
+                    assert place not in parts
+                    written[place] = (c["sequence"], b, g, i)
+            parts |= written
+        assert sorted(read) == sorted(parts)
+        assert all(0 <= place < todo.part_rows for place in parts)
     assert len(set(results)) == len(results)
     assert all(0 <= row < total for _, _, row in results)
-    assert sorted(read) == sorted(parts)
-    assert all(0 <= place < todo.part_rows for place in parts)
+    if n == m:
+        assert len(results) == sum(lengths or (n, n)) * 3
 
 
 def test_a_denser_branch_adds_the_parts_of_the_sparser_ones_it_covers():
@@ -218,7 +239,7 @@ def test_a_denser_branch_adds_the_parts_of_the_sparser_ones_it_covers():
 
     pattern = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
     problem = Problem(pattern, False, 1, 2**16, 2**16, 12, 12, None, None)
-    todo = work(problem, block=128, by_keys=False, device=torch.device("cpu"))
+    todo = work(problem, block=128, by_keys=False, head_dim=64, device=torch.device("cpu"))
     rates = [sorted({row[COLUMNS.index("row_stride")] for row in launch.table.tolist()}) for launch in todo.launches]
     # 16384 is no multiple of 6 and 32768 none of 12: rows have other rests by 6 and by 12 in every segment. But segments
     # begin at even rows, and at multiples of 4: 6 is added to 2, and 12 to 4.
@@ -232,7 +253,7 @@ def test_a_branch_that_misses_rows_of_a_sparser_one_does_not_add_its_parts():
 
     for lengths, rates in (([16, 30, 45], [1, 2, 4]), ([16, 15, 32], [1, 2, 4]), ([16, 32, 32], [1, 2, 3])):
         problem = Problem(Dilated(lengths, rates), False, 1, 256, 256, 4, 4, None, None)
-        todo = work(problem, block=128, by_keys=False, device=torch.device("cpu"))
+        todo = work(problem, block=128, by_keys=False, head_dim=64, device=torch.device("cpu"))
         assert [launch.children for launch in todo.launches] == [0, 2]
 
 
@@ -242,7 +263,7 @@ def test_a_single_branch_adds_no_parts():
     from dilated_attention_pytorch.problem import Problem
 
     problem = Problem(Dilated([64], [1]), False, 1, 128, 128, 4, 4, None, None)
-    todo = work(problem, block=128, by_keys=False, device=torch.device("cpu"))
+    todo = work(problem, block=128, by_keys=False, head_dim=64, device=torch.device("cpu"))
     assert todo.groups == 0
     assert [launch.children for launch in todo.launches] == [0]
 
@@ -254,7 +275,7 @@ def test_parts_of_a_decoding_step_do_not_grow_with_the_sequence():
     pattern = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
     for keys in (10**5, 10**6):
         problem = Problem(pattern, True, 1, 1, keys, 32, 32, None, None)
-        assert work(problem, block=64, by_keys=False, device=torch.device("cpu")).part_rows <= 2 * 10 * 32
+        assert work(problem, block=64, by_keys=False, head_dim=64, device=torch.device("cpu")).part_rows <= 2 * 10 * 32
 
 
 def test_rows_further_apart_than_32_bits_reach(monkeypatch):

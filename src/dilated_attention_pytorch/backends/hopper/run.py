@@ -6,6 +6,7 @@ import contextvars
 import math
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ _SCRATCH_BYTES = 1536
 LEAST_PARTS = 8
 
 _Strides = tuple[tuple[int, ...], ...]  # of each tensor that is read
-_Calls = tuple[tuple[Call, ...], tuple[Call, ...]]  # those that attend, those that only add up parts
+# Of each share: those that attend, those that only add up parts.
+_Calls = tuple[tuple[tuple[Call, ...], tuple[Call, ...]], ...]
 
 
 @cache
@@ -82,10 +84,14 @@ def launch_persistent(
 def _launch(calls: _Calls, tensors: tuple[Tensor, ...], portable: tuple[Tensor, ...]) -> None:
     """Launches that attend, then those that only add up parts, by ``portable`` kernels with tensors of their own: of the
     inputs and what else they could attend with, they read nothing."""
-    attend, add_parts = calls
-    with_scratch(lambda: launch(attend, tensors), sum(call.programs for call in attend), tensors[0].device)
-    if add_parts:
-        launch(add_parts, portable)
+
+    def shares() -> None:
+        for attend, add_parts in calls:
+            launch(attend, tensors)
+            if add_parts:
+                launch(add_parts, portable)
+
+    with_scratch(shares, sum(call.programs for attend, _ in calls for call in attend), tensors[0].device)
 
 
 def constants(config: Config, head_dim: int) -> dict[str, Any]:
@@ -124,19 +130,26 @@ def _calls(
     **mode: Any,
 ) -> _Calls:
     """The launches that attend, and those that only add up parts, which are ``sums`` of the portable kernels."""
-    attend: list[Call] = []
-    for one in todo.launches:
-        if one.attends:
+    portable_calls = iter(sums(todo, run.Tiles(head_dim, strides, run.SUM, in_fours=in_fours(head_dim))))
+    launches = count()
+    shares = []
+    for share in todo.shares:
+        attend: list[Call] = []
+        add_parts: list[Call] = []
+        for one, portable_call in zip(share, portable_calls, strict=False):
+            if not one.attends:
+                add_parts.append(portable_call)
+                continue
             programs = min(one.programs, _multiprocessors(one.table.device))
-            counts = one.table.shape[0], one.programs, *((len(attend),) if kernel is joint_kernel else ())
-            tables = one.table, todo.layout, todo.offsets
-            # Those that add parts begin before the one before is done, and wait there. The first reads what others wrote.
+            counts = one.table.shape[0], one.programs, *((next(launches),) if kernel is joint_kernel else ())
+            tables = one.table, one.layout, todo.offsets
+            # Those that add parts begin before the one before is done, and wait there. The first of a share overwrites
+            # parts that the last of another reads.
             early = bool(attend) and one.children > 0
             all_constants = {**mode, **_table_constants(config, head_dim, one), "launch_pdl": early}
             attend.append(Call(kernel, programs, tables, (*counts, *run.row_strides(strides), *numbers), all_constants))
-    portable_calls = sums(todo, run.Tiles(head_dim, strides, run.SUM, in_fours=in_fours(head_dim)))
-    add_parts = (call for one, call in zip(todo.launches, portable_calls, strict=True) if not one.attends)
-    return tuple(attend), tuple(add_parts)
+        shares.append((tuple(attend), tuple(add_parts)))
+    return tuple(shares)
 
 
 def _forward_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
@@ -211,7 +224,7 @@ def forward(
     query, scale = scaled_query(query, scale)
     query, key, value = map(aligned, (query, key, value))
     chosen = config or configs(query.shape[-1]).forward
-    todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
+    todo = work(problem, block=ITEM_ROWS, by_keys=False, head_dim=query.shape[-1], device=query.device)
     tensors = (query, key, value, *run.forward_buffers(problem, query, todo, out))
     strides = query.stride(), key.stride(), value.stride()
     lse = tensors[-1]
@@ -234,7 +247,7 @@ def dq(
 ) -> Tensor:
     """The gradient of the queries given ``delta``, written to ``result`` if that is given."""
     chosen = config or configs(query.shape[-1]).dq
-    todo = work(problem, block=ITEM_ROWS, by_keys=False, device=query.device)
+    todo = work(problem, block=ITEM_ROWS, by_keys=False, head_dim=query.shape[-1], device=query.device)
     tensors = (query, key, value, dout, lse, delta, *run.dq_buffers(query, todo, result))
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     _launch(todo.once(_dq_calls, query.shape[-1], strides, scale, chosen), tensors, (*tensors, lse, lse))
@@ -255,7 +268,7 @@ def dkv(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of keys and values given ``row_statistics``' shifts, written to ``results`` if these are given."""
     chosen = config or configs(query.shape[-1]).dkv
-    todo = work(problem, block=ITEM_ROWS, by_keys=True, device=query.device)
+    todo = work(problem, block=ITEM_ROWS, by_keys=True, head_dim=query.shape[-1], device=query.device)
     buffers = run.dkv_buffers(key, value, todo, results)
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     calls = todo.once(_dkv_calls, query.shape[-1], strides, scale, chosen)
@@ -277,12 +290,12 @@ def joint(
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All gradients by one kernel, written to ``grads`` if they are given."""
-    todo = work(problem, block=ITEM_ROWS, by_keys=True, device=query.device, apart=True)
+    todo = work(problem, block=ITEM_ROWS, by_keys=True, head_dim=query.shape[-1], device=query.device, apart=True)
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     calls = todo.once(_joint_calls, query.shape[-1], strides, scale, config)
     sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     rows = -(-query.shape[:3].numel() // 4) * 4  # so that what lies behind is aligned, and one kernel compiled for all
-    counters = torch.zeros(rows + len(calls[0]), dtype=torch.int32, device=query.device)
+    counters = torch.zeros(rows + sum(len(attend) for attend, _ in calls), dtype=torch.int32, device=query.device)
 
     def by_key() -> tuple[Tensor, Tensor]:
         buffers = run.dkv_buffers(key, value, todo, grads and grads[1:])

@@ -98,7 +98,7 @@ def _calls(kernel: Any, todo: Work, how: Tiles, numbers: tuple[float, ...], **co
     for one in todo.launches:
         config = how.config if one.attends else SUM
         mode = {"ATTEND": one.attends, "FINAL": one.final, **tile_constants(how.head_dim, how.exact, config, step)}
-        tables = one.table, todo.layout, todo.offsets
+        tables = one.table, one.layout, todo.offsets
         calls.append(Call(kernel, one.programs, tables, (one.table.shape[0], *numbers), {**constants, **mode}))
     return tuple(calls)
 
@@ -162,7 +162,7 @@ def forward(
     ``out`` is written if it is given, contiguous and of any type; rows that no tile has stay what they are.
     """
     config = _configs(query).forward
-    todo = work(problem, block=config.block_m, by_keys=False, device=query.device)
+    todo = work(problem, block=config.block_m, by_keys=False, head_dim=query.shape[-1], device=query.device)
     *parts, out, lse = forward_buffers(problem, query, todo, out)
     strides, ordered = (query.stride(), key.stride(), value.stride()), positions is not None
     how = Tiles(query.shape[-1], strides, config, scale, dropout_p, ordered, exact_products(query))
@@ -228,14 +228,14 @@ def portable_gradients(
     options = scale, dropout_p, positions is not None, exact_products(query)
 
     def by_query() -> Tensor:
-        todo = work(problem, block=chosen.dq.block_m, by_keys=False, device=query.device)
+        todo = work(problem, block=chosen.dq.block_m, by_keys=False, head_dim=query.shape[-1], device=query.device)
         buffers = dq_buffers(query, todo, grads and grads[0])
         how = Tiles(query.shape[-1], strides, chosen.dq, *options)
         launch(todo.once(dq_calls, how), (*inputs, *buffers, *optional))
         return buffers[-1]
 
     def by_key() -> tuple[Tensor, ...]:
-        todo = work(problem, block=chosen.dkv.block_n, by_keys=True, device=query.device)
+        todo = work(problem, block=chosen.dkv.block_n, by_keys=True, head_dim=query.shape[-1], device=query.device)
         buffers = dkv_buffers(key, value, todo, grads and grads[1:])
         how = Tiles(query.shape[-1], strides, chosen.dkv, *options)
         launch(todo.once(dkv_calls, how), (*inputs, *buffers, *optional))

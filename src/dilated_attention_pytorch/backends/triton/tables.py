@@ -19,20 +19,24 @@ if ``i % w >= o`` and ``(i % w - o) % r == 0``. ``capacity`` is ``ceil(w / r)`` 
 keeps only the row numbers that the result has: decoding one token keeps two rows, not a segment.
 
 Sequences of their own (``lengths``, ``cu_seqlens``) only add rows to the tables: a batch has no more launches for it.
+
+Samples and heads have nothing to do with one another. So where parts would take much memory, they are computed one *share*
+of samples or heads after the other (shares.py), each with launches of its own that write their parts to the same memory.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.backends.triton.shares import Share, of_heads, shares_of
 from dilated_attention_pytorch.plan import Plan, TileFamily
 from dilated_attention_pytorch.problem import Problem
 
@@ -68,6 +72,8 @@ COLUMNS = (
 
 # Programs that only add up parts take this many rows.
 SUM_ROWS = 64
+# Numbers in a buffer of parts of a share, 1 GiB: enough work for the launches of a share to be long, whatever the tiles.
+PART_NUMBERS = 2**28
 # One entry of the layout of parts.
 LAYOUT = ("base", "segments", "capacity", "w", "r", "first_segment", "first_number", "w_inverse", "r_inverse")
 
@@ -85,6 +91,7 @@ class Launch:
     """One launch: the tiles it computes, by family."""
 
     table: Tensor  # (families, COLUMNS) int64
+    layout: Tensor  # (sequences, groups, LAYOUT) int64
     programs: int
     attends: bool  # else it only adds up parts, for whole sequences
     final: bool  # it writes the result, else parts
@@ -101,14 +108,18 @@ class Work:
 
     problem: Problem
     tables: Tensor  # the memory of all tables
-    launches: tuple[Launch, ...]
+    shares: tuple[tuple[Launch, ...], ...]
     groups: int  # that write parts
-    layout: Tensor  # (sequences, groups, LAYOUT) int64
     offsets: Tensor  # (groups, key heads) int64
     part_rows: int
     complete: bool  # every row that the layout has is written
     covered: bool  # every row of the result is written
     kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Of all shares, in order."""
+        return tuple(chain.from_iterable(self.shares))
 
     def once(self, make: Callable[..., _T], *arguments: Any) -> _T:
         """``make(self, *arguments)``, made at the first call and kept as long as the tables are."""
@@ -202,12 +213,15 @@ def keep_for_device(owner: object, tensors: Iterable[Tensor]) -> None:
         _CAPTURED.append(owner)
 
 
-def work(problem: Problem, *, block: int, by_keys: bool, device: torch.device, apart: bool = False) -> Work:
+def work(
+    problem: Problem, *, block: int, by_keys: bool, head_dim: int, device: torch.device, apart: bool = False
+) -> Work:  # fmt: skip
     """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head.
 
     ``apart``: one group in each launch, so that no two tiles of a launch have the same row of the other side either.
     """
-    todo = _work(problem, block=block, by_keys=by_keys, device=device, apart=apart)
+    most_rows = PART_NUMBERS // head_dim
+    todo = _work(problem, block=block, by_keys=by_keys, most_rows=most_rows, device=device, apart=apart)
     keep_for_device(todo, (todo.tables,))
     return todo
 
@@ -225,7 +239,9 @@ def _on_device(tables: list[Tensor], device: torch.device) -> tuple[Tensor, list
 
 # Tables of long batches of documents take megabytes on the device, and most training steps bring new ones.
 @lru_cache(maxsize=48)
-def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device, apart: bool) -> Work:
+def _work(
+    problem: Problem, *, block: int, by_keys: bool, most_rows: int, device: torch.device, apart: bool
+) -> Work:  # fmt: skip
     plans = problem.plans()
     square = all(len(plan.queries) == len(plan.keys) for _, plan in plans)
     groups = _groups(problem)
@@ -237,62 +253,80 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device, 
     level = [0] * (root + 1)
     for group, siblings in enumerate(tree):
         level[group] = 1 + max((level[child] for child in siblings), default=-1)
-    result_heads = problem.key_heads if by_keys else problem.heads
-    group_size = 1 if by_keys else problem.heads // problem.key_heads
-
-    layout: list[tuple[int, ...]] = []
-    part_rows = 0
-    for span, plan in plans:
-        samples = span.samples.stop - span.samples.start
-        for group in order:
-            w, r = problem.pattern.branches[groups[group][0].family.branch]
-            # A rate above the segment's length reads one row of it, like any such rate; kernels count in 32 bits.
-            w = min(w, plan.keys.stop)
-            entry = _group_layout(plan.keys if by_keys else plan.queries, w, min(r, w))
-            layout.append((part_rows, *entry, inverse(w), inverse(min(r, w))))
-            part_rows += samples * result_heads * layout[-1][1] * layout[-1][2]
-
-    def row(placed: _Placed, group: int, first_program: int, block: int) -> tuple[tuple[int, ...], int]:
-        f, (span, plan) = placed.family, plans[placed.sequence]
-        q_start = f.q_start - plan.queries.start + span.queries.start
-        k_start = f.k_start - plan.keys.start + span.keys.start
-        start, tensor_row = (f.k_start, k_start) if by_keys else (f.q_start, q_start)
-        part: tuple[int, ...] = (0, 0, 0, 0, 0)
-        if group < root:
-            entry = layout[placed.sequence * root + order.index(group)]
-            base, segments, capacity, w, r, first_segment, first_number, *_ = entry
-            part = (base, segments, capacity, start // w - first_segment, start % w // r - first_number)
-        blocks = -(-(f.k_rows if by_keys else f.q_rows) // block)
-        samples = span.samples.stop - span.samples.start
-        programs = blocks * group_size * len(f.key_heads) * f.tiles * samples
-        columns = (
-            first_program, span.samples.start, f.tiles, f.tile_step, len(f.key_heads), f.key_heads.start,
-            f.key_heads.step, f.head_row_step, q_start, f.q_rows, k_start, f.k_rows,
-            min(f.row_stride, plan.keys.stop), int(f.causal),
-            f.zero_keys, f.branch, placed.sequence, start - tensor_row, *part,
-            order.index(tree[group][0]) if tree[group] else 0, len(tree[group]),
-        )  # fmt: skip
-        assert len(columns) == len(COLUMNS)
-        return columns, first_program + programs
-
-    def launch(some_groups: list[int], attends: bool) -> Launch:
-        rows, programs = [], 0
-        for group in some_groups:
-            whole = [_Placed(_whole(plan, problem.key_heads), s) for s, (_, plan) in enumerate(plans)]
-            for placed in groups[group] if attends else whole:
-                columns, programs = row(placed, group, programs, block if attends else SUM_ROWS)
-                rows.append(columns)
-        children = [len(tree[group]) for group in some_groups]
-        assert all(children) or not any(children), "the groups of a launch are of one level: with children, or without"
-        table = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(COLUMNS))
-        return Launch(table, programs, attends, some_groups == [root], max(children, default=0))
-
     by_level = [[g for g in range(root) if level[g] == some] for some in range(level[root])]
     if apart:
         by_level = [[g] for level_groups in by_level for g in level_groups]
-    launches = [launch(some_groups, True) for some_groups in by_level]
-    launches.append(launch([root], attends))
-    launches = [one for one in launches if one.programs]
+    group_size = 1 if by_keys else problem.heads // problem.key_heads
+
+    def samples_of(share: Share, sequence: int) -> range:
+        span, _ = plans[sequence]
+        return range(max(span.samples.start, share.samples.start), min(span.samples.stop, share.samples.stop))
+
+    def layout_of(share: Share) -> tuple[list[tuple[int, ...]], int]:
+        """The layout of a share's parts, and how many rows it has."""
+        layout: list[tuple[int, ...]] = []
+        part_rows = 0
+        for sequence, (_, plan) in enumerate(plans):
+            for group in order:
+                w, r = problem.pattern.branches[groups[group][0].family.branch]
+                # A rate above the segment's length reads one row of it, like any such rate; kernels count in 32 bits.
+                w = min(w, plan.keys.stop)
+                entry = _group_layout(plan.keys if by_keys else plan.queries, w, min(r, w))
+                head_rows = entry[0] * entry[1]
+                # Kernels count all heads: those before this share's have no memory.
+                base = part_rows - share.key_heads.start * group_size * head_rows
+                layout.append((base, *entry, inverse(w), inverse(min(r, w))))
+                part_rows += len(samples_of(share, sequence)) * len(share.key_heads) * group_size * head_rows
+        return layout, part_rows
+
+    def launches_of(share: Share) -> Iterator[Launch]:
+        layout, _ = layout_of(share)
+        layout_table = torch.tensor(layout, dtype=torch.int64).reshape(-1, len(LAYOUT))
+
+        def row(placed: _Placed, group: int, first_program: int, block: int) -> tuple[tuple[int, ...], int]:
+            f, (span, plan) = placed.family, plans[placed.sequence]
+            q_start = f.q_start - plan.queries.start + span.queries.start
+            k_start = f.k_start - plan.keys.start + span.keys.start
+            start, tensor_row = (f.k_start, k_start) if by_keys else (f.q_start, q_start)
+            part: tuple[int, ...] = (0, 0, 0, 0, 0)
+            if group < root:
+                entry = layout[placed.sequence * root + order.index(group)]
+                base, segments, capacity, w, r, first_segment, first_number, *_ = entry
+                part = (base, segments, capacity, start // w - first_segment, start % w // r - first_number)
+            blocks = -(-(f.k_rows if by_keys else f.q_rows) // block)
+            samples = samples_of(share, placed.sequence)
+            programs = blocks * group_size * len(f.key_heads) * f.tiles * len(samples)
+            columns = (
+                first_program, samples.start, f.tiles, f.tile_step, len(f.key_heads), f.key_heads.start,
+                f.key_heads.step, f.head_row_step, q_start, f.q_rows, k_start, f.k_rows,
+                min(f.row_stride, plan.keys.stop), int(f.causal),
+                f.zero_keys, f.branch, placed.sequence, start - tensor_row, *part,
+                order.index(tree[group][0]) if tree[group] else 0, len(tree[group]),
+            )  # fmt: skip
+            assert len(columns) == len(COLUMNS)
+            return columns, first_program + programs
+
+        def launch(some_groups: list[int], attends: bool) -> Launch:
+            rows, programs = [], 0
+            for group in some_groups:
+                whole = [_Placed(_whole(plan, problem.key_heads), s) for s, (_, plan) in enumerate(plans)]
+                for placed in groups[group] if attends else whole:
+                    own = _Placed(of_heads(placed.family, share.key_heads), placed.sequence)
+                    if own.family.key_heads and samples_of(share, placed.sequence):
+                        columns, programs = row(own, group, programs, block if attends else SUM_ROWS)
+                        rows.append(columns)
+            children = [len(tree[group]) for group in some_groups]
+            assert all(children) or not any(children), "groups of a launch are of one level: with children, or without"
+            table = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(COLUMNS))
+            return Launch(table, layout_table, programs, attends, some_groups == [root], max(children, default=0))
+
+        every = (*(launch(some_groups, True) for some_groups in by_level), launch([root], attends))
+        return (one for one in every if one.programs)
+
+    all_rows = layout_of(Share(range(problem.batch), range(problem.key_heads)))[1]
+    # Rows that no tile writes are filled once, before all launches: then nothing else may have been there.
+    shares = shares_of(problem.batch, problem.key_heads, max(1, -(-all_rows // most_rows)) if square else 1)
+    launches = [tuple(launches_of(share)) for share in shares]
     longest = max((plan.keys.stop for _, plan in plans), default=0)
     offsets = [
         [
@@ -301,22 +335,18 @@ def _work(problem: Problem, *, block: int, by_keys: bool, device: torch.device, 
         ]
         for group in order
     ]
-    memory, (layout_table, offset_table, *tables) = _on_device(
-        [
-            torch.tensor(layout, dtype=torch.int64).reshape(-1, len(LAYOUT)),
-            torch.tensor(offsets, dtype=torch.int64),
-            *(one.table for one in launches),
-        ],
-        device,
+    every = list(chain.from_iterable(launches))
+    memory, (offset_table, *tables) = _on_device(
+        [torch.tensor(offsets, dtype=torch.int64), *(x for one in every for x in (one.table, one.layout))], device
     )
+    on_device = iter(replace(one, table=tables[2 * i], layout=tables[2 * i + 1]) for i, one in enumerate(every))
     return Work(
         problem=problem,
         tables=memory,
-        launches=tuple(replace(one, table=table) for one, table in zip(launches, tables, strict=True)),
+        shares=tuple(tuple(islice(on_device, len(some))) for some in launches),
         groups=root,
-        layout=layout_table,
         offsets=offset_table,
-        part_rows=part_rows,
+        part_rows=max(layout_of(share)[1] for share in shares),
         complete=square,
         covered=problem.lengths is None and bool(plans),
     )
