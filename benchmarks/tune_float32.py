@@ -1,0 +1,122 @@
+"""Tile sizes of the portable kernels in float32, dilated and over block lists, on one GPU: time and error of each.
+
+    PYTHONPATH=src python3 benchmarks/tune_float32.py [--only 'dilated forward 64,blocks dq 128'] [--out FILE]
+
+32,768 tokens, 768 numbers a row, the paper's pattern or random blocks of 128 of density 0.1. Edit CANDIDATES, run, and put
+the best into backends/triton/configs.py. A time of dq or dkv is that of the whole backward with the other kernel as shipped;
+`sdpa` is PyTorch's memory-efficient attention on strided views. An error is that of out, or the largest of dq, dk and dv,
+relative, by norms, against stock operators in float64 (2,048 tokens). Each candidate is compiled in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from dataclasses import astuple, replace
+from functools import partial
+from pathlib import Path
+
+import gpu
+import torch
+
+from dilated_attention_pytorch import BlockSparse, Dilated, attention
+from dilated_attention_pytorch.backends.triton import block_run, run
+from dilated_attention_pytorch.backends.triton.configs import Config
+
+MODULES = {"dilated": run, "blocks": block_run}
+SHIPPED = {name: module._configs for name, module in MODULES.items()}
+# No 64 rows with 8 warps and blocks of 16: see configs.py.
+WITHOUT = {64: Config(64, 32, 4, 2, in_three=False), 128: Config(32, 32, 4, 1, in_three=False)}
+FORWARD = {64: [(128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2)], 128: [(128, 32, 8, 2), (64, 32, 4, 2)]}
+DQ = {64: [(128, 32, 8, 1), (64, 32, 4, 2)], 128: [(32, 32, 4, 1), (64, 16, 4, 1)]}
+DKV = {64: [(32, 128, 8, 1), (32, 64, 4, 2)], 128: [(32, 32, 4, 1), (16, 64, 4, 1)]}
+CANDIDATES = {
+    f"{module} {kernel} {d}": [WITHOUT[d], *(Config(*sizes) for sizes in table[d])]
+    for module in MODULES
+    for kernel, table in (("forward", FORWARD), ("dq", DQ), ("dkv", DKV))
+    for d in (64, 128)
+}
+CANDIDATES["dilated dq 256"] = [Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
+CANDIDATES["dilated dkv 256"] = [Config(16, 32, 8, 1, in_three=False), Config(16, 16, 8, 1), Config(16, 16, 4, 1)]
+
+
+def pattern_of(module: str, n: int) -> Dilated | BlockSparse:
+    if module == "dilated":
+        return gpu.PAPER
+    mask = torch.rand(n // 128, n // 128, generator=torch.Generator().manual_seed(0)) < 0.1
+    return BlockSparse.custom((mask | torch.eye(n // 128, dtype=torch.bool)).to(gpu.GPU), block_size=128)
+
+
+def tensors(n: int, head_dim: int) -> list[torch.Tensor]:
+    shape = (1, n, 768 // head_dim, head_dim)
+    return [torch.randn(shape, device=gpu.GPU).requires_grad_() for _ in range(3)]
+
+
+def choose(name: str, config: Config) -> None:
+    """Let the kernel of this name run like this, in this process."""
+    module, kernel, _ = name.split()
+    MODULES[module]._configs = lambda *x: replace(SHIPPED[module](*x), **{kernel: config})
+
+
+def grads(call, x: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
+    out = call(*x)
+    return [out.detach(), *torch.autograd.grad(out, x, dout)]
+
+
+def error(name: str) -> float:
+    """Of a few rows' worth of tokens: this also compiles what is timed afterwards."""
+    module, kernel, head_dim = name.split()
+    torch.manual_seed(0)
+    x, pattern = tensors(2048, int(head_dim)), pattern_of(module, 2048)
+    dout = torch.randn_like(x[0])
+    exact = grads(partial(attention, pattern=pattern, backend="eager"), [y.double() for y in x], dout.double())
+    ours = grads(partial(attention, pattern=pattern, backend="triton"), x, dout)
+    errors = [float((a - e).norm() / e.norm()) for a, e in zip(ours, exact, strict=True)]
+    return errors[0] if kernel == "forward" else max(errors[1:])
+
+
+def compiled(job: tuple[str, Config]) -> float:
+    choose(*job)
+    return error(job[0])
+
+
+def milliseconds(name: str, backend: str) -> float:
+    module, kernel, head_dim = name.split()
+    x, pattern = tensors(2**15, int(head_dim)), pattern_of(module, 2**15)
+    call = partial(attention, *x, pattern, backend=backend)
+    if kernel == "forward":
+        return gpu.milliseconds(torch.no_grad()(call), 3)
+    out = call()
+    dout = torch.randn_like(out)
+    return gpu.milliseconds(lambda: torch.autograd.grad(out, x, dout, retain_graph=True), 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="kernels, separated by commas")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else list(CANDIDATES)
+    jobs = [(name, config) for name in names for config in CANDIDATES[name]]
+    with multiprocessing.get_context("spawn").Pool(12, maxtasksperchild=1) as pool:
+        errors = pool.map(compiled, jobs, chunksize=1)
+    report = {"command": "PYTHONPATH=src python3 benchmarks/tune_float32.py", **gpu.versions(), "rows": []}
+    print("kernel              rows, keys, warps, stages, in three        ms   error")
+    for name in names:
+        for backend, config, found in (
+            ("sdpa", None, None),
+            *(("triton", c, e) for (n, c), e in zip(jobs, errors, strict=True) if n == name),
+        ):
+            if config is not None:
+                choose(name, config)
+            ms = milliseconds(name, backend)
+            sizes = "sdpa" if config is None else str(astuple(config))
+            report["rows"].append({"kernel": name, "config": sizes, "ms": ms, "error": found})
+            print(f"{name:19s} {sizes:36s} {ms:8.2f}  {'' if found is None else f'{found:.1e}'}", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
