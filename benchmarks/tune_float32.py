@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 benchmarks/tune_float32.py [--only 'dilated forward 64,blocks dq 128'] [--out FILE]
 
 32,768 tokens, 768 numbers a row, the paper's pattern or random blocks of 128 of density 0.1. Edit CANDIDATES, run, and put
-the best into backends/triton/configs.py. A time of dq or dkv is that of the whole backward with the other kernel as shipped;
+the best into backends/triton/configs.py. A time of dq or dkv is that of the backward with the other kernel as shipped;
 `sdpa` is PyTorch's memory-efficient attention on strided views. An error is that of out, or the largest of dq, dk and dv,
 relative, by norms, against stock operators in float64 (2,048 tokens). Each candidate is compiled in a process of its own.
 """
