@@ -4,8 +4,9 @@ Triton's interpreter runs the portable kernels, not those in Gluon. Here a kerne
 is a namespace of fakes, barriers are counted, rows come and go as the tensor memory accelerator would bring them.
 
 What shows: wrong indices, masks, orders and counts, waiting for what does not happen (an error after a minute), 32-bit
-integers that overflow, shared memory that is read before it is written (NaN), addresses outside of a tensor. What does not:
-layouts, registers, rounding (all floats have 32 bits), and memory that is read while another warp writes it.
+integers that overflow, addresses outside of a tensor, shared memory that is read before it is written (NaN), or that is
+read and written by groups that no barrier has put in order (gluon_races). What does not: layouts, registers, rounding (all
+floats have 32 bits), and the order of what is done to global memory, but for sums that programs add to in turns.
 
     installed(monkeypatch, programs=3, element="bfloat16")
     attention(q, k, v, pattern, backend="hopper")
@@ -24,6 +25,7 @@ import torch
 from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon._runtime import GluonJITFunction
 
+import gluon_races as races
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.hopper import run
 from dilated_attention_pytorch.backends.triton.launch import Call
@@ -42,6 +44,8 @@ class Program:
 class Launch:
     def __init__(self):
         self.lock, self.errors, self.began = threading.Lock(), [], time.monotonic()
+        self.released: dict[int, dict[int, int]] = {}  # what programs knew who left a counter as it is
+        self.added_to = races.Memory()  # by row; kernels add to one tensor
 
     def check(self):
         """Raise if waiting is in vain."""
@@ -49,7 +53,7 @@ class Launch:
         assert time.monotonic() < self.began + LONGEST_WAIT, "waited for what does not happen"
 
 
-_here = threading.local()  # program; additions under way
+_here = threading.local()  # program; additions and copies under way
 
 
 class Barrier:
@@ -58,15 +62,20 @@ class Barrier:
     def __init__(self, count):
         self.count = self.left = count
         self.phase, self.changed = 0, threading.Condition()
+        self.clocks = [{}, {}]  # of the last even and the last odd phase
 
     def wait(self, phase):
         with self.changed:
             while not self.changed.wait_for(lambda: self.phase != int(phase), 0.5):
                 _here.program.launch.check()
+            races.take_up(self.clocks[int(phase)])
 
-    def arrive(self, count):
+    def arrive(self, count, copies=()):
         with self.changed:
             assert self.left >= count, "more arrivals than the barrier counts"
+            if self.left == self.count:
+                self.clocks[self.phase] = {}
+            races.leave(self.clocks[self.phase], copies)
             self.left -= count
             if not self.left:
                 self.left, self.phase = self.count, self.phase ^ 1
@@ -103,9 +112,9 @@ class _Mbarrier:
         at[0].of[at[1]].wait(phase)
 
     @staticmethod
-    def arrive(at, count=1, pred=True):
+    def arrive(at, count=1, pred=True, copies=()):
         if pred:
-            at[0].of[at[1]].arrive(count)
+            at[0].of[at[1]].arrive(count, copies)
 
     @staticmethod
     def expect(_at, _bytes):
@@ -117,7 +126,7 @@ def _allocate(kind, shape, layout):
         return Barriers(shape[0])
     shape = [int(x) for x in shape]
     empty = np.full(shape, -(2**40)) if kind in NUMBERS else np.full(shape, np.nan, np.float32)
-    return Shared(empty, kind)
+    return Shared.allocated(empty, kind)
 
 
 def _atomic_add(pointer, x, sem):
@@ -126,14 +135,20 @@ def _atomic_add(pointer, x, sem):
     with launch.lock:
         before = Int(int(pointer.memory[pointer.offset]))
         pointer.memory[pointer.offset] += x
+        if sem == "acquire":
+            races.take_up(launch.released.get(pointer.offset, {}))
     if x == 0:
         threading.Event().wait(2e-4)  # it asks again and again
     return before
 
 
 def _atomic_xchg(pointer, x, sem, mask=True):
-    if mask:
-        pointer.memory[pointer.offset] = int(x)
+    launch = _here.program.launch
+    with launch.lock:
+        if sem == "release":
+            races.leave(launch.released.setdefault(pointer.offset, {}))
+        if mask:
+            pointer.memory[pointer.offset] = int(x)
 
 
 class _Descriptor:
@@ -154,11 +169,18 @@ def _tma_load(desc, coordinates, full, smem):
     inside, at = desc.part(*map(int, coordinates))
     block = np.zeros(desc.block, np.float32)
     block[inside] = desc.pointer.memory[at]
-    smem.store(block)
-    _Mbarrier.arrive(full)
+    copy = races.Copy()
+    smem.store(block, copy)
+    _Mbarrier.arrive(full, copies=(copy,))
+
+
+def _rows_added_to(desc, coordinates):
+    _, at = desc.part(*map(int, coordinates))
+    return at[:, 0].tolist() if at.size else []
 
 
 def _tma_add(desc, coordinates, smem):
+    _here.program.launch.added_to.is_over(_rows_added_to(desc, coordinates))
     _here.additions.append([desc, coordinates, smem, None])
 
 
@@ -168,28 +190,45 @@ def _wait_additions(pending, read):
     done = additions[: len(additions) - pending]
     for addition in done:
         if addition[3] is None:
+            memory, cells = addition[2].touched
+            memory.reads(cells, by_fence=True)
             addition[3] = addition[2].array.copy()
     if not read:
         for desc, coordinates, _, block in done:
             inside, at = desc.part(*map(int, coordinates))
+            _here.program.launch.added_to.writes(_rows_added_to(desc, coordinates))
             desc.pointer.memory[at] += block[inside]
         del additions[: len(done)]
 
 
 def _copy_elements(smem, pointer):
-    smem.store(load(pointer))
+    _here.copies.append(races.Copy())
+    smem.store(load(pointer), _here.copies[-1])
+
+
+def _arrive_with_copies(at, increment_count):
+    """All 32 threads of the producer arrive when what they have copied is there."""
+    _Mbarrier.arrive(at, 32, copies=tuple(_here.copies))
+    _here.copies.clear()
+
+
+def _wait_products(pending, deps):
+    races.done_reading(pending)
+    return deps[0] if len(deps) == 1 else deps
 
 
 def _warp_specialize(parts, _warps, _registers):
     """A thread for each part; none ends with additions under way."""
-    program = _here.program
+    program, known = _here.program, races.known()
 
     def work(function, arguments):
-        _here.program, _here.additions = program, []
+        _here.program, _here.additions, _here.copies = program, [], []
+        races.begin(known)
         try:
             with np.errstate(all="ignore"):
                 function(*arguments)
             assert not _here.additions, "additions that nobody waited for"
+            races.end()
         except BaseException as error:  # noqa: BLE001  raised by the one who launches
             program.launch.errors.append(error)
 
@@ -243,16 +282,15 @@ FAKES = {
     "tl": GL,
     "mbarrier": _Mbarrier,
     "tma": types.SimpleNamespace(make_tensor_descriptor=_Descriptor),
-    # All 32 threads of the producer arrive.
-    "async_copy": types.SimpleNamespace(mbarrier_arrive=lambda at, increment_count: _Mbarrier.arrive(at, 32)),
+    "async_copy": types.SimpleNamespace(mbarrier_arrive=_arrive_with_copies),
     "tma_load": _tma_load,
     "tma_add": _tma_add,
     "wait_additions": _wait_additions,
     "copy_elements": _copy_elements,
     "reshaped": Shared.reshaped,
     "warpgroup_mma": product,
-    "warpgroup_mma_wait": lambda _pending, deps: deps[0] if len(deps) == 1 else deps,
-    "fence_async_shared": lambda: None,
+    "warpgroup_mma_wait": _wait_products,
+    "fence_async_shared": races.fence,
     # A launch begins when the one before is done.
     "gdc_launch_dependents": lambda: None,
     "gdc_wait": lambda: None,
@@ -305,6 +343,7 @@ def _launch(call, tensors, element):
 
     def work(number):
         _here.program = Program(number, call.programs, launch)
+        races.begin()
         try:
             function(*arguments, **constants)
         except BaseException as error:  # noqa: BLE001  raised below

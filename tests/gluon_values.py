@@ -7,6 +7,8 @@ import types
 
 import numpy as np
 
+from gluon_races import Memory, done_reading, start_product
+
 NUMBERS = {"int32": np.int32, "int64": np.int64, "uint32": np.uint32, "uint64": np.uint64}
 
 
@@ -106,29 +108,49 @@ class Pointer:
 
 
 class Shared:
-    """Shared memory."""
+    """Shared memory. Accesses are told apart by *cells*: blocks of rows, or numbers where there are only these."""
 
-    def __init__(self, array, dtype):
-        self.array, self.shape, self.dtype = array, array.shape, dtype
+    def __init__(self, array, dtype, memory, cells):
+        self.array, self.shape, self.dtype, self.memory, self.cells = array, array.shape, dtype, memory, cells
+
+    @staticmethod
+    def allocated(array, dtype):
+        whole_blocks = array.ndim == 3
+        cells = np.arange(len(array) if whole_blocks else array.size).reshape(len(array), -1)
+        return Shared(array, dtype, Memory(), cells)
+
+    def _view(self, array, cells=None):
+        return Shared(array, self.dtype, self.memory, self.cells if cells is None else cells)
 
     def index(self, i):
-        return Shared(self.array[int(i)], self.dtype)
+        return self._view(self.array[int(i)], self.cells[int(i)])
 
     def permute(self, order):
-        return Shared(self.array.transpose(order), self.dtype)
+        return self._view(self.array.transpose(order))
 
     def slice(self, start, length, dim):
         assert dim == 1
-        return Shared(self.array[:, start : start + length], self.dtype)
+        return self._view(self.array[:, start : start + length])
 
     def reshaped(self, _kind, shape, _layout):
-        return Shared(self.array.reshape([int(x) for x in shape]), self.dtype)
+        shape = [int(x) for x in shape]
+        return self._view(self.array.reshape(shape), self.cells.reshape(shape))
+
+    @property
+    def touched(self):
+        """Memory and cells, as races.py takes them."""
+        return self.memory, self.cells.ravel().tolist()
 
     def load(self, _layout):
+        memory, cells = self.touched
+        memory.reads(cells)
         return value(self.array.copy())
 
-    def store(self, x):
+    def store(self, x, copy=None):
+        """By the thread itself, or by a copy that it has asked for."""
         assert x.shape == self.array.shape
+        memory, cells = self.touched
+        memory.writes(cells, copy)
         self.array[...] = x
 
 
@@ -149,6 +171,9 @@ def store(pointer, x, mask):
 
 
 def product(a, b, sums, use_acc=True, is_async=True):
+    start_product([x.touched for x in (a, b) if isinstance(x, Shared)])
+    if not is_async:
+        done_reading(0)
     a, b = (x.array if isinstance(x, Shared) else x for x in (a, b))
     found = np.asarray(a) @ np.asarray(b)
     return value(found + sums if use_acc else found)

@@ -232,6 +232,7 @@ def test_mistakes_are_found():
     """Of the fakes: what a kernel may not do is an error."""
     import numpy as np
 
+    import gluon_races
     from gluon_on_cpu import GL, Barrier
     from gluon_values import Int, Pointer
 
@@ -244,6 +245,7 @@ def test_mistakes_are_found():
     with pytest.raises(AssertionError, match="more than 32 bits"):
         Int(2**20) * Int(2**12)
     assert (Int(2**20).to("int64") * Int(2**12)).bits == 64
+    gluon_races.begin()
     barrier = Barrier(2)
     barrier.arrive(1)
     with pytest.raises(AssertionError, match="more arrivals"):
