@@ -252,18 +252,13 @@ def test_mistakes_are_found():
         barrier.arrive(2)
 
 
-@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(
-    ("pattern", "batch", "options"),
+    ("pattern", "batch", "options", "at_once"),
     [
-        (TWO, 1, {}),
-        (TWO, 2, {"is_causal": True}),
-        (
-            Dilated([64, 128], [2, 4]),
-            2,
-            {"lengths": (256, 100)},
-        ),  # launches that only add up parts, between those of shares
-        (Dilated([64, 100, 128], [1, 2, 4]), 1, {"cu_seqlens": (0, 100, 356)}),
+        (TWO, 1, {}, True),
+        (TWO, 2, {"is_causal": True}, False),
+        (Dilated([64, 128], [2, 4]), 2, {"lengths": (180, 100)}, True),  # launches that only add up parts, too
+        (Dilated([64, 100, 128], [1, 2, 4]), 1, {"cu_seqlens": (0, 50, 180)}, False),
     ],
     ids=["heads", "samples and heads", "sums", "documents"],
 )
@@ -273,8 +268,7 @@ def test_shares_have_the_same_bits(pattern, batch, options, at_once, install, mo
 
     install(at_once=at_once)
     options = {name: torch.tensor(x) if isinstance(x, tuple) else x for name, x in options.items()}
-    n = int(options["cu_seqlens"][-1]) if "cu_seqlens" in options else 256
-    x = tensors(n, n, 64, batch=batch, heads=6, key_heads=3)
+    x = tensors(180, 180, 64, batch=batch, heads=4, key_heads=2)
     together = results(ours(pattern, **options), *x)
     made = []
     for_share = tables.shares_of
@@ -282,4 +276,4 @@ def test_shares_have_the_same_bits(pattern, batch, options, at_once, install, mo
     monkeypatch.setattr(tables, "PART_NUMBERS", 64)
     for name, a, b in zip(NAMES, results(ours(pattern, **options), *x), together, strict=True):
         assert torch.equal(a, b), name
-    assert {len(shares) for shares in made} == {3 * batch}
+    assert {len(shares) for shares in made} == {2 * batch}
