@@ -6,7 +6,8 @@ import contextvars
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import count
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ _SCRATCH_BYTES = 1536
 LEAST_PARTS = 8
 
 _Strides = tuple[tuple[int, ...], ...]  # of each tensor that is read
-# Of each share: those that attend, those that only add up parts.
-_Calls = tuple[tuple[tuple[Call, ...], tuple[Call, ...]], ...]
+# In turns those that attend (True) and those that only add up parts.
+_Calls = tuple[tuple[bool, tuple[Call, ...]], ...]
 
 
 @cache
@@ -82,16 +83,18 @@ def launch_persistent(
 
 
 def _launch(calls: _Calls, tensors: tuple[Tensor, ...], portable: tuple[Tensor, ...]) -> None:
-    """Launches that attend, then those that only add up parts, by ``portable`` kernels with tensors of their own: of the
+    """Launches that attend, and by ``portable`` kernels those that only add up parts, with tensors of their own: of the
     inputs and what else they could attend with, they read nothing."""
 
-    def shares() -> None:
-        for attend, add_parts in calls:
-            launch(attend, tensors)
-            if add_parts:
-                launch(add_parts, portable)
+    def in_order() -> None:
+        for attends, some in calls:
+            launch(some, tensors if attends else portable)
 
-    with_scratch(shares, sum(call.programs for attend, _ in calls for call in attend), tensors[0].device)
+    with_scratch(in_order, sum(call.programs for call in _attending(calls)), tensors[0].device)
+
+
+def _attending(calls: _Calls) -> tuple[Call, ...]:
+    return tuple(call for attends, some in calls if attends for call in some)
 
 
 def constants(config: Config, head_dim: int) -> dict[str, Any]:
@@ -130,26 +133,21 @@ def _calls(
     **mode: Any,
 ) -> _Calls:
     """The launches that attend, and those that only add up parts, which are ``sums`` of the portable kernels."""
-    portable_calls = iter(sums(todo, run.Tiles(head_dim, strides, run.SUM, in_fours=in_fours(head_dim))))
-    launches = count()
-    shares = []
-    for share in todo.shares:
-        attend: list[Call] = []
-        add_parts: list[Call] = []
-        for one, portable_call in zip(share, portable_calls, strict=False):
-            if not one.attends:
-                add_parts.append(portable_call)
-                continue
-            programs = min(one.programs, _multiprocessors(one.table.device))
-            counts = one.table.shape[0], one.programs, *((next(launches),) if kernel is joint_kernel else ())
-            tables = one.table, one.layout, todo.offsets
-            # Those that add parts begin before the one before is done, and wait there. The first of a share overwrites
-            # parts that the last of another reads.
-            early = bool(attend) and one.children > 0
-            all_constants = {**mode, **_table_constants(config, head_dim, one), "launch_pdl": early}
-            attend.append(Call(kernel, programs, tables, (*counts, *run.row_strides(strides), *numbers), all_constants))
-        shares.append((tuple(attend), tuple(add_parts)))
-    return tuple(shares)
+    calls: list[tuple[bool, Call]] = []
+    portable_calls = sums(todo, run.Tiles(head_dim, strides, run.SUM, in_fours=in_fours(head_dim)))
+    for one, portable_call in zip(todo.launches, portable_calls, strict=True):
+        if not one.attends:
+            calls.append((False, portable_call))
+            continue
+        number = sum(attends for attends, _ in calls)
+        programs = min(one.programs, _multiprocessors(one.table.device))
+        counts = one.table.shape[0], one.programs, *((number,) if kernel is joint_kernel else ())
+        tables = one.table, todo.layout, todo.offsets
+        # Those that add parts begin before the one before is done, and wait there. The first reads what others wrote.
+        early = one.children > 0 and not one.begins_share
+        all_constants = {**mode, **_table_constants(config, head_dim, one), "launch_pdl": early}
+        calls.append((True, Call(kernel, programs, tables, (*counts, *run.row_strides(strides), *numbers), all_constants)))
+    return tuple((attends, tuple(call for _, call in some)) for attends, some in groupby(calls, key=itemgetter(0)))
 
 
 def _forward_calls(todo: Work, head_dim: int, strides: _Strides, scale: float, config: Config) -> _Calls:
@@ -295,7 +293,7 @@ def joint(
     calls = todo.once(_joint_calls, query.shape[-1], strides, scale, config)
     sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     rows = -(-query.shape[:3].numel() // 4) * 4  # so that what lies behind is aligned, and one kernel compiled for all
-    counters = torch.zeros(rows + sum(len(attend) for attend, _ in calls), dtype=torch.int32, device=query.device)
+    counters = torch.zeros(rows + len(_attending(calls)), dtype=torch.int32, device=query.device)
 
     def by_key() -> tuple[Tensor, Tensor]:
         buffers = run.dkv_buffers(key, value, todo, grads and grads[1:])

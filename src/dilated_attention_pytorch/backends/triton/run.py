@@ -98,7 +98,7 @@ def _calls(kernel: Any, todo: Work, how: Tiles, numbers: tuple[float, ...], **co
     for one in todo.launches:
         config = how.config if one.attends else SUM
         mode = {"ATTEND": one.attends, "FINAL": one.final, **tile_constants(how.head_dim, how.exact, config, step)}
-        tables = one.table, one.layout, todo.offsets
+        tables = one.table, todo.layout, todo.offsets
         calls.append(Call(kernel, one.programs, tables, (one.table.shape[0], *numbers), {**constants, **mode}))
     return tuple(calls)
 

@@ -20,23 +20,24 @@ keeps only the row numbers that the result has: decoding one token keeps two row
 
 Sequences of their own (``lengths``, ``cu_seqlens``) only add rows to the tables: a batch has no more launches for it.
 
-Samples and heads have nothing to do with one another. So where parts would take much memory, they are computed one *share*
-of samples or heads after the other (shares.py), each with launches of its own that write their parts to the same memory.
+Sequences, samples and heads have nothing to do with one another. So where parts would take much memory, they are computed
+one *share* after the other (shares.py), each with launches of its own that write their parts to the same memory. A share
+has *pieces* of the batch; one share of all sequences is the rule.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, chain, islice
+from itertools import accumulate, count
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.triton.shares import Share, of_heads, shares_of
+from dilated_attention_pytorch.backends.triton.shares import Piece, of_heads, shares_of
 from dilated_attention_pytorch.plan import Plan, TileFamily
 from dilated_attention_pytorch.problem import Problem
 
@@ -58,7 +59,7 @@ COLUMNS = (
     "causal",
     "zero_keys",
     "branch",  # 15
-    "sequence",
+    "piece",
     "to_position",  # of a row of the result: its position in its sequence, less its row in the tensor
     "part_base",
     "segments",
@@ -72,18 +73,10 @@ COLUMNS = (
 
 # Programs that only add up parts take this many rows.
 SUM_ROWS = 64
-# Numbers in a buffer of parts of a share, 1 GiB: enough work for the launches of a share to be long, whatever the tiles.
+# Numbers that a share should have in a buffer of parts at most, 1 GiB: enough for its launches to be long.
 PART_NUMBERS = 2**28
 # One entry of the layout of parts.
 LAYOUT = ("base", "segments", "capacity", "w", "r", "first_segment", "first_number", "w_inverse", "r_inverse")
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A family of one sequence of the batch."""
-
-    family: TileFamily
-    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +84,11 @@ class Launch:
     """One launch: the tiles it computes, by family."""
 
     table: Tensor  # (families, COLUMNS) int64
-    layout: Tensor  # (sequences, groups, LAYOUT) int64
     programs: int
     attends: bool  # else it only adds up parts, for whole sequences
     final: bool  # it writes the result, else parts
     children: int  # the most parts that are added to a result; 0 if none are, else every family has some
+    begins_share: bool  # it overwrites what the launch before may read
 
 
 _T = TypeVar("_T")
@@ -108,18 +101,14 @@ class Work:
 
     problem: Problem
     tables: Tensor  # the memory of all tables
-    shares: tuple[tuple[Launch, ...], ...]
+    launches: tuple[Launch, ...]
     groups: int  # that write parts
+    layout: Tensor  # (pieces, groups, LAYOUT) int64
     offsets: Tensor  # (groups, key heads) int64
     part_rows: int
     complete: bool  # every row that the layout has is written
     covered: bool  # every row of the result is written
     kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-
-    @property
-    def launches(self) -> tuple[Launch, ...]:
-        """Of all shares, in order."""
-        return tuple(chain.from_iterable(self.shares))
 
     def once(self, make: Callable[..., _T], *arguments: Any) -> _T:
         """``make(self, *arguments)``, made at the first call and kept as long as the tables are."""
@@ -132,13 +121,22 @@ class Work:
         return found
 
 
-def _groups(problem: Problem) -> list[list[_Placed]]:
-    """Families by branch and kind, sparse branches first."""
-    grouped: dict[tuple[int, int, bool], list[_Placed]] = defaultdict(list)
+# Families of a branch and kind, by sequence.
+_Group = dict[int, list[TileFamily]]
+
+
+def _groups(problem: Problem) -> list[_Group]:
+    """Sparse branches first."""
+    grouped: dict[tuple[int, int, bool], _Group] = defaultdict(lambda: defaultdict(list))
     for sequence, (_, plan) in enumerate(problem.plans()):
         for family in plan.families:
-            grouped[-family.row_stride, family.branch, family.causal].append(_Placed(family, sequence))
+            grouped[-family.row_stride, family.branch, family.causal][sequence].append(family)
     return [grouped[key] for key in sorted(grouped)]
+
+
+def _example(group: _Group) -> TileFamily:
+    """One of a group's families, which have branch and rate in common."""
+    return next(iter(group.values()))[0]
 
 
 def _group_layout(rows: range, w: int, r: int) -> tuple[int, int, int, int, int, int]:
@@ -180,7 +178,7 @@ def _covers(problem: Problem, length: int, dense: TileFamily, sparse: TileFamily
     return all(s % rate == d for d, s in zip(*offsets, strict=True))
 
 
-def _tree(problem: Problem, groups: list[list[_Placed]], root: int, square: bool) -> list[list[int]]:
+def _tree(problem: Problem, groups: list[_Group], root: int, square: bool) -> list[list[int]]:
     """The children of each group and, last, of the root, by their numbers: sparse groups have small numbers.
 
     Rates 12, 4, 2 before a root of rate 1: 12 is the child of 4, 4 is that of 2, and 2 is that of the root.
@@ -190,7 +188,7 @@ def _tree(problem: Problem, groups: list[list[_Placed]], root: int, square: bool
     for child in range(root):
         # A part of a result may lack rows: then every group is added up at the end.
         denser = range(child + 1, root) if square else range(0)
-        parents = (p for p in denser if _covers(problem, length, groups[p][0].family, groups[child][0].family))
+        parents = (p for p in denser if _covers(problem, length, _example(groups[p]), _example(groups[child])))
         children[next(parents, root)].append(child)
     return children
 
@@ -220,7 +218,7 @@ def work(
 
     ``apart``: one group in each launch, so that no two tiles of a launch have the same row of the other side either.
     """
-    most_rows = PART_NUMBERS // head_dim
+    most_rows = max(1, PART_NUMBERS // head_dim)
     todo = _work(problem, block=block, by_keys=by_keys, most_rows=most_rows, device=device, apart=apart)
     keep_for_device(todo, (todo.tables,))
     return todo
@@ -245,11 +243,12 @@ def _work(
     plans = problem.plans()
     square = all(len(plan.queries) == len(plan.keys) for _, plan in plans)
     groups = _groups(problem)
-    attends = bool(groups) and groups[-1][0].family.row_stride == 1 and (square or not by_keys)
+    attends = bool(groups) and _example(groups[-1]).row_stride == 1 and (square or not by_keys)
     root = len(groups) - attends
     tree = _tree(problem, groups, root, square)
     # The children of a group follow one another in the layout of parts.
     order = [child for siblings in reversed(tree) for child in siblings]
+    place = {group: i for i, group in enumerate(order)}
     level = [0] * (root + 1)
     for group, siblings in enumerate(tree):
         level[group] = 1 + max((level[child] for child in siblings), default=-1)
@@ -258,95 +257,99 @@ def _work(
         by_level = [[g] for level_groups in by_level for g in level_groups]
     group_size = 1 if by_keys else problem.heads // problem.key_heads
 
-    def samples_of(share: Share, sequence: int) -> range:
-        span, _ = plans[sequence]
-        return range(max(span.samples.start, share.samples.start), min(span.samples.stop, share.samples.stop))
+    def part_layout(plan: Plan, group: int) -> tuple[int, ...]:
+        """LAYOUT without its base."""
+        w, r = problem.pattern.branches[_example(groups[group]).branch]
+        # A rate above the segment's length reads one row of it, like any such rate; kernels count in 32 bits.
+        w = min(w, plan.keys.stop)
+        r = min(r, w)
+        return *_group_layout(plan.keys if by_keys else plan.queries, w, r), inverse(w), inverse(r)
 
-    def layout_of(share: Share) -> tuple[list[tuple[int, ...]], int]:
-        """The layout of a share's parts, and how many rows it has."""
-        layout: list[tuple[int, ...]] = []
-        part_rows = 0
-        for sequence, (_, plan) in enumerate(plans):
-            for group in order:
-                w, r = problem.pattern.branches[groups[group][0].family.branch]
-                # A rate above the segment's length reads one row of it, like any such rate; kernels count in 32 bits.
-                w = min(w, plan.keys.stop)
-                entry = _group_layout(plan.keys if by_keys else plan.queries, w, min(r, w))
-                head_rows = entry[0] * entry[1]
-                # Kernels count all heads: those before this share's have no memory.
-                base = part_rows - share.key_heads.start * group_size * head_rows
-                layout.append((base, *entry, inverse(w), inverse(min(r, w))))
-                part_rows += len(samples_of(share, sequence)) * len(share.key_heads) * group_size * head_rows
-        return layout, part_rows
-
-    def launches_of(share: Share) -> Iterator[Launch]:
-        layout, _ = layout_of(share)
-        layout_table = torch.tensor(layout, dtype=torch.int64).reshape(-1, len(LAYOUT))
-
-        def row(placed: _Placed, group: int, first_program: int, block: int) -> tuple[tuple[int, ...], int]:
-            f, (span, plan) = placed.family, plans[placed.sequence]
-            q_start = f.q_start - plan.queries.start + span.queries.start
-            k_start = f.k_start - plan.keys.start + span.keys.start
-            start, tensor_row = (f.k_start, k_start) if by_keys else (f.q_start, q_start)
-            part: tuple[int, ...] = (0, 0, 0, 0, 0)
-            if group < root:
-                entry = layout[placed.sequence * root + order.index(group)]
-                base, segments, capacity, w, r, first_segment, first_number, *_ = entry
-                part = (base, segments, capacity, start // w - first_segment, start % w // r - first_number)
-            blocks = -(-(f.k_rows if by_keys else f.q_rows) // block)
-            samples = samples_of(share, placed.sequence)
-            programs = blocks * group_size * len(f.key_heads) * f.tiles * len(samples)
-            columns = (
-                first_program, samples.start, f.tiles, f.tile_step, len(f.key_heads), f.key_heads.start,
-                f.key_heads.step, f.head_row_step, q_start, f.q_rows, k_start, f.k_rows,
-                min(f.row_stride, plan.keys.stop), int(f.causal),
-                f.zero_keys, f.branch, placed.sequence, start - tensor_row, *part,
-                order.index(tree[group][0]) if tree[group] else 0, len(tree[group]),
-            )  # fmt: skip
-            assert len(columns) == len(COLUMNS)
-            return columns, first_program + programs
-
-        def launch(some_groups: list[int], attends: bool) -> Launch:
-            rows, programs = [], 0
-            for group in some_groups:
-                whole = [_Placed(_whole(plan, problem.key_heads), s) for s, (_, plan) in enumerate(plans)]
-                for placed in groups[group] if attends else whole:
-                    own = _Placed(of_heads(placed.family, share.key_heads), placed.sequence)
-                    if own.family.key_heads and samples_of(share, placed.sequence):
-                        columns, programs = row(own, group, programs, block if attends else SUM_ROWS)
-                        rows.append(columns)
-            children = [len(tree[group]) for group in some_groups]
-            assert all(children) or not any(children), "groups of a launch are of one level: with children, or without"
-            table = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(COLUMNS))
-            return Launch(table, layout_table, programs, attends, some_groups == [root], max(children, default=0))
-
-        every = (*(launch(some_groups, True) for some_groups in by_level), launch([root], attends))
-        return (one for one in every if one.programs)
-
-    all_rows = layout_of(Share(range(problem.batch), range(problem.key_heads)))[1]
+    layouts = [[part_layout(plan, group) for group in order] for _, plan in plans]
+    head_rows = [group_size * sum(segments * capacity for segments, capacity, *_ in entries) for entries in layouts]
+    samples = [range(span.samples.start, span.samples.stop) for span, _ in plans]
     # Rows that no tile writes are filled once, before all launches: then nothing else may have been there.
-    shares = shares_of(problem.batch, problem.key_heads, max(1, -(-all_rows // most_rows)) if square else 1)
-    launches = [tuple(launches_of(share)) for share in shares]
+    most_rows = most_rows if square else sum(head_rows) * problem.key_heads * problem.batch
+    shares = shares_of(samples, head_rows, problem.key_heads, most_rows)
+
+    layout: list[tuple[int, ...]] = []
+    part_rows = 0
+    for share in shares:
+        used = 0
+        for piece in share:
+            for entry in layouts[piece.sequence]:
+                one_head = entry[0] * entry[1]
+                # Kernels count all heads: those before a piece's first have no memory.
+                layout.append((used - piece.key_heads.start * group_size * one_head, *entry))
+                used += len(piece.samples) * len(piece.key_heads) * group_size * one_head
+        part_rows = max(part_rows, used)
+
+    def row(f: TileFamily, piece: Piece, number: int, group: int, first_program: int) -> tuple[int, ...]:
+        span, plan = plans[piece.sequence]
+        q_start = f.q_start - plan.queries.start + span.queries.start
+        k_start = f.k_start - plan.keys.start + span.keys.start
+        start, tensor_row = (f.k_start, k_start) if by_keys else (f.q_start, q_start)
+        part: tuple[int, ...] = (0, 0, 0, 0, 0)
+        if group < root:
+            base, segments, capacity, w, r, first_segment, first_number, *_ = layout[number * root + place[group]]
+            part = (base, segments, capacity, start // w - first_segment, start % w // r - first_number)
+        columns = (
+            first_program, piece.samples.start, f.tiles, f.tile_step, len(f.key_heads), f.key_heads.start,
+            f.key_heads.step, f.head_row_step, q_start, f.q_rows, k_start, f.k_rows,
+            min(f.row_stride, plan.keys.stop), int(f.causal),
+            f.zero_keys, f.branch, number, start - tensor_row, *part,
+            place[tree[group][0]] if tree[group] else 0, len(tree[group]),
+        )  # fmt: skip
+        assert len(columns) == len(COLUMNS)
+        return columns
+
+    def launch(share: list[tuple[int, Piece]], some_groups: list[int], attends: bool) -> Launch:
+        rows, programs = [], 0
+        for group in some_groups:
+            for number, piece in share:
+                whole = [] if attends else [_whole(plans[piece.sequence][1], problem.key_heads)]
+                for family in groups[group].get(piece.sequence, ()) if attends else whole:
+                    f = of_heads(family, piece.key_heads)
+                    if f.key_heads:
+                        rows.append(row(f, piece, number, group, programs))
+                        blocks = -(-(f.k_rows if by_keys else f.q_rows) // (block if attends else SUM_ROWS))
+                        programs += blocks * group_size * len(f.key_heads) * f.tiles * len(piece.samples)
+        children = [len(tree[group]) for group in some_groups]
+        assert all(children) or not any(children), "the groups of a launch are of one level: with children, or without"
+        table = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(COLUMNS))
+        return Launch(table, programs, attends, some_groups == [root], max(children, default=0), False)
+
+    launches: list[Launch] = []
+    numbers = count()
+    for share in shares:
+        numbered = [(next(numbers), piece) for piece in share]
+        every = [*(launch(numbered, some_groups, True) for some_groups in by_level), launch(numbered, [root], attends)]
+        own = [one for one in every if one.programs]
+        launches += [replace(one, begins_share=i == 0) for i, one in enumerate(own)]
     longest = max((plan.keys.stop for _, plan in plans), default=0)
     offsets = [
         [
-            min(problem.pattern.offset(g, problem.key_heads, groups[group][0].family.row_stride), longest)
+            min(problem.pattern.offset(g, problem.key_heads, _example(groups[group]).row_stride), longest)
             for g in range(problem.key_heads)
         ]
         for group in order
     ]
-    every = list(chain.from_iterable(launches))
-    memory, (offset_table, *tables) = _on_device(
-        [torch.tensor(offsets, dtype=torch.int64), *(x for one in every for x in (one.table, one.layout))], device
+    memory, (layout_table, offset_table, *tables) = _on_device(
+        [
+            torch.tensor(layout, dtype=torch.int64).reshape(-1, len(LAYOUT)),
+            torch.tensor(offsets, dtype=torch.int64),
+            *(one.table for one in launches),
+        ],
+        device,
     )
-    on_device = iter(replace(one, table=tables[2 * i], layout=tables[2 * i + 1]) for i, one in enumerate(every))
     return Work(
         problem=problem,
         tables=memory,
-        shares=tuple(tuple(islice(on_device, len(some))) for some in launches),
+        launches=tuple(replace(one, table=table) for one, table in zip(launches, tables, strict=True)),
         groups=root,
+        layout=layout_table,
         offsets=offset_table,
-        part_rows=max(layout_of(share)[1] for share in shares),
+        part_rows=part_rows,
         complete=square,
         covered=problem.lengths is None and bool(plans),
     )
