@@ -27,7 +27,7 @@ from dilated_attention_pytorch.backends.triton.configs import Config
 MODULES = {"dilated": run, "blocks": block_run}
 SHIPPED = {name: module._configs for name, module in MODULES.items()}
 # No 64 rows with 8 warps and blocks of 16: see configs.py.
-WITHOUT = {64: Config(64, 32, 4, 2, in_three=False), 128: Config(32, 32, 4, 1, in_three=False)}
+WITHOUT = {64: Config(64, 32, 4, 2, "ieee"), 128: Config(32, 32, 4, 1, "ieee")}
 FORWARD = {64: [(128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2)], 128: [(128, 32, 8, 2), (64, 32, 4, 2)]}
 DQ = {64: [(128, 32, 8, 1), (64, 32, 4, 2)], 128: [(32, 32, 4, 1), (64, 16, 4, 1)]}
 DKV = {64: [(32, 128, 8, 1), (32, 64, 4, 2)], 128: [(32, 32, 4, 1), (16, 64, 4, 1)]}
@@ -38,7 +38,7 @@ CANDIDATES = {
     for d in (64, 128)
 }
 CANDIDATES["dilated dq 256"] = [Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
-CANDIDATES["dilated dkv 256"] = [Config(16, 32, 8, 1, in_three=False), Config(16, 16, 8, 1), Config(16, 16, 4, 1)]
+CANDIDATES["dilated dkv 256"] = [Config(16, 32, 8, 1, "ieee"), Config(16, 16, 8, 1), Config(16, 16, 4, 1)]
 
 
 def pattern_of(module: str, n: int) -> Dilated | BlockSparse:
@@ -102,7 +102,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(12, maxtasksperchild=1) as pool:
         errors = pool.map(compiled, jobs, chunksize=1)
     report = {"command": "PYTHONPATH=src python3 benchmarks/tune_float32.py", **gpu.versions(), "rows": []}
-    print("kernel              rows, keys, warps, stages, in three        ms   error")
+    print("kernel              rows, keys, warps, stages, products        ms   error")
     for name in names:
         for backend, config, found in (
             ("sdpa", None, None),

@@ -91,11 +91,7 @@ def argument_type(name: str, element: str) -> str:
     return "fp32" if name in ("scale_log2", "scale", "keep_scale", "factor") else "i32"
 
 
-def precision(size: int, in_three: bool) -> str:
-    return "tf32" if size == 2 else "tf32x3" if in_three else "ieee"
-
-
-def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False, in_three=True):
+def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False, float32="tf32x3"):
     function = KERNELS[kernel]
     constants = {
         "D": head_dim,
@@ -108,7 +104,7 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, o
         "DROPOUT": False,
         "ORDERED": ordered,
         "WIDE": False,
-        "PRECISION": precision(size, in_three),
+        "PRECISION": "tf32" if size == 2 else float32,
         "group": 1,  # as Triton specialises it
     }
     if kernel == "forward":
@@ -130,7 +126,7 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
         "CAUSAL": causal,
         "DROPOUT": False,
         "WIDE": False,
-        "PRECISION": precision(size, shipped.in_three),
+        "PRECISION": "tf32" if size == 2 else shipped.float32,
     }
     if group == 1:  # as Triton specialises it
         constants["group"] = 1

@@ -65,10 +65,10 @@ def test_single_precision_kernels(kernel):
     spills = SINGLE_SPILLS[kernel]
     configs = {head_dim: getattr(_HOPPER[4, max(64, head_dim)], kernel) for head_dim in spills}
     cases = [
-        [kernel, 4, d, c.block_m, c.block_n, c.warps, c.stages, True, False, c.in_three] for d, c in configs.items()
+        [kernel, 4, d, c.block_m, c.block_n, c.warps, c.stages, True, False, c.float32] for d, c in configs.items()
     ]  # fmt: skip
     for used, config, most in zip(compiled_together(cases), configs.values(), spills.values(), strict=True):
-        assert (used["tensor_cores"] or used["warp_products"]) == config.in_three
+        assert (used["tensor_cores"] or used["warp_products"]) == (config.float32 == "tf32x3")
         assert not used["narrow_products"]  # Triton's have read memory that is not theirs
         assert used["shared_bytes"] <= SHARED_LIMIT
         assert used["spilled_bytes"] <= most

@@ -265,10 +265,10 @@ def dq_kernel(
         )  # fmt: skip
         dq *= scale
     positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
-    sequence = tl.load(row + 16)
+    piece = tl.load(row + 16)
     child = tl.load(row + 23)
     for part in range(child, child + tl.load(row + 24)):
-        places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, H, key_head, G, positions)
+        places, there = part_rows(LAYOUT, OFFSETS, part, parts, piece, own_sample, head, H, key_head, G, positions)
         dq += load_parts(PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
     if FINAL:
         start = ((sample * N + first_row) * H + head) * D
@@ -494,10 +494,10 @@ def dkv_kernel(
         dk *= scale
     first_row = k_start + first * stride
     positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_N, WIDE)).to(tl.int32)
-    sequence = tl.load(row + 16)
+    piece = tl.load(row + 16)
     child = tl.load(row + 23)
     for part in range(child, child + tl.load(row + 24)):
-        places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, key_head, G, key_head, G, positions)
+        places, there = part_rows(LAYOUT, OFFSETS, part, parts, piece, own_sample, key_head, G, key_head, G, positions)
         dk += load_parts(DK_PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
         dv += load_parts(DV_PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
     if FINAL:

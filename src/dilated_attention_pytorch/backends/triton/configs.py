@@ -15,9 +15,9 @@ class Config:
     block_n: int
     warps: int
     stages: int
-    # float32 unless PyTorch was allowed less: each product by three of TF32 on tensor cores, with errors like those of
-    # float32 itself, or without tensor cores.
-    in_three: bool = True
+    # Products of float32, unless PyTorch was allowed less: "tf32x3", three of TF32 on tensor cores for each, with errors
+    # like those of float32 itself, or "ieee", without tensor cores.
+    float32: str = "tf32x3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ _HOPPER = {
     (2, 256): Configs(Config(64, 64, 8, 2), Config(64, 32, 8, 1), Config(32, 64, 8, 1)),
     (4, 64): Configs(Config(128, 64, 8, 2), Config(128, 32, 8, 1), Config(32, 128, 8, 1)),
     (4, 128): Configs(Config(128, 32, 8, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    (4, 256): Configs(Config(32, 32, 8, 1), Config(32, 16, 4, 1), Config(16, 32, 8, 1, in_three=False)),
+    (4, 256): Configs(Config(32, 32, 8, 1), Config(32, 16, 4, 1), Config(16, 32, 8, 1, "ieee")),
 }
 # Less shared memory: Ampere and Ada. Nothing of it was measured.
 _OTHER = {
@@ -48,7 +48,7 @@ _OTHER = {
     (2, 256): Configs(Config(64, 32, 8, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     (4, 64): Configs(Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     (4, 128): Configs(Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 32, 4, 1)),
-    (4, 256): Configs(Config(16, 16, 4, 1, False), Config(16, 16, 4, 1, False), Config(16, 16, 4, 1, False)),
+    (4, 256): Configs(Config(16, 16, 4, 1, "ieee"), Config(16, 16, 4, 1, "ieee"), Config(16, 16, 4, 1, "ieee")),
 }
 
 # Over block lists, for blocks of 128; smaller ones cut tiles down. Those of other GPUs are the table above.
@@ -56,9 +56,9 @@ _HOPPER_BLOCKS = {
     (2, 64): Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
     (2, 128): Configs(Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
     (2, 256): _HOPPER[2, 256],
-    (4, 64): Configs(Config(64, 32, 4, 2, False), Config(64, 32, 4, 2, False), Config(32, 64, 4, 2, False)),
-    (4, 128): Configs(Config(64, 32, 8, 2, False), Config(32, 32, 4, 1, False), Config(32, 32, 4, 1, False)),
-    (4, 256): Configs(Config(32, 32, 8, 1, False), Config(32, 16, 8, 1, False), Config(16, 32, 8, 1, False)),
+    (4, 64): Configs(Config(64, 32, 4, 2, "ieee"), Config(64, 32, 4, 2, "ieee"), Config(32, 64, 4, 2, "ieee")),
+    (4, 128): Configs(Config(64, 32, 8, 2, "ieee"), Config(32, 32, 4, 1, "ieee"), Config(32, 32, 4, 1, "ieee")),
+    (4, 256): Configs(Config(32, 32, 8, 1, "ieee"), Config(32, 16, 8, 1, "ieee"), Config(16, 32, 8, 1, "ieee")),
 }
 
 
@@ -84,7 +84,7 @@ def block_configs(capability: tuple[int, int], dtype: torch.dtype, head_dim: int
     """The configurations over lists of blocks of so many positions; a tile divides a block.
 
     >>> block_configs((9, 0), torch.bfloat16, 64, 32).forward
-    Config(block_m=32, block_n=32, warps=4, stages=3, in_three=True)
+    Config(block_m=32, block_n=32, warps=4, stages=3, float32='tf32x3')
     """
     table = _HOPPER_BLOCKS if capability[0] == 9 else _OTHER
     chosen = table[dtype.itemsize, max(64, padded(head_dim))]

@@ -227,10 +227,10 @@ def forward_kernel(
     d = tl.arange(0, BLOCK_D)
     first_row = q_start + first * stride
     positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
-    sequence = tl.load(row + 16)
+    piece = tl.load(row + 16)
     child = tl.load(row + 23)
     for part in range(child, child + tl.load(row + 24)):
-        places, there = part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, H, key_head, G, positions)
+        places, there = part_rows(LAYOUT, OFFSETS, part, parts, piece, own_sample, head, H, key_head, G, positions)
         part_lse2 = tl.load(PARTS_LSE2 + places, mask=there & inside, other=-float("inf"))
         there = part_lse2 > -float("inf")
         part_out = load_parts(PARTS, places, there, D, BLOCK_D, IN_FOURS)

@@ -75,12 +75,12 @@ def own_part_row(row, own_sample, head, heads, tile):
 
 
 @triton.jit
-def part_facts(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, heads, key_head, key_heads):
+def part_facts(LAYOUT, OFFSETS, part, parts, piece, own_sample, head, heads, key_head, key_heads):
     """What is the same for all rows of a head of a sample in a group's layout of parts: see tables.py.
 
     Returns where row number 0 of segment 0 would lie, capacity, segment length, rate, offset, inverses of length and rate.
     """
-    entry = LAYOUT + (sequence * parts + part) * LAYOUT_COLUMNS
+    entry = LAYOUT + (piece * parts + part) * LAYOUT_COLUMNS
     capacity = tl.load(entry + 2)
     first = tl.load(entry) + ((own_sample * heads + head) * tl.load(entry + 1) - tl.load(entry + 5)) * capacity
     first -= tl.load(entry + 6)
@@ -108,10 +108,10 @@ def part_places(first, capacity, w, r, offset, w_inverse, r_inverse, positions):
 
 
 @triton.jit
-def part_rows(LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, heads, key_head, key_heads, positions):
+def part_rows(LAYOUT, OFFSETS, part, parts, piece, own_sample, head, heads, key_head, key_heads, positions):
     """``part_places`` of a group by its number."""
     first, capacity, w, r, offset, w_inverse, r_inverse = part_facts(
-        LAYOUT, OFFSETS, part, parts, sequence, own_sample, head, heads, key_head, key_heads
+        LAYOUT, OFFSETS, part, parts, piece, own_sample, head, heads, key_head, key_heads
     )
     return part_places(first, capacity, w, r, offset, w_inverse, r_inverse, positions)
 

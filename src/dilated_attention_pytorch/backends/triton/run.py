@@ -45,7 +45,7 @@ def tile_constants(head_dim: int, exact: bool, config: Config, step: int) -> dic
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "WIDE": step * max(config.block_m, config.block_n) >= 2**31,
-        "PRECISION": ("tf32x3" if config.in_three else "ieee") if exact else "tf32",
+        "PRECISION": config.float32 if exact else "tf32",
         "num_warps": config.warps,
         "num_stages": config.stages,
     }
