@@ -29,15 +29,15 @@ SHIPPED = {name: module._configs for name, module in MODULES.items()}
 # No 64 rows with 8 warps and blocks of 16: see configs.py.
 WITHOUT = {64: Config(64, 32, 4, 2, "ieee"), 128: Config(32, 32, 4, 1, "ieee")}
 FORWARD = {64: [(128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2)], 128: [(128, 32, 8, 2), (64, 32, 4, 2)]}
-DQ = {64: [(128, 32, 8, 1), (64, 32, 4, 2)], 128: [(32, 32, 4, 1), (64, 16, 4, 1)]}
-DKV = {64: [(32, 128, 8, 1), (32, 64, 4, 2)], 128: [(32, 32, 4, 1), (16, 64, 4, 1)]}
+DQ = {64: [(128, 32, 8, 1), (64, 32, 4, 2)], 128: [(32, 32, 4, 1), (32, 32, 8, 1)]}
+DKV = {64: [(32, 128, 8, 1), (32, 64, 4, 2)], 128: [(32, 32, 4, 1), (32, 32, 8, 1)]}
 CANDIDATES = {
     f"{module} {kernel} {d}": [WITHOUT[d], *(Config(*sizes) for sizes in table[d])]
     for module in MODULES
     for kernel, table in (("forward", FORWARD), ("dq", DQ), ("dkv", DKV))
     for d in (64, 128)
 }
-CANDIDATES["dilated dq 256"] = [Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
+CANDIDATES["dilated dq 256"] = [Config(32, 16, 8, 1, "ieee"), Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
 CANDIDATES["dilated dkv 256"] = [Config(16, 32, 8, 1, "ieee"), Config(16, 16, 8, 1), Config(16, 16, 4, 1)]
 
 

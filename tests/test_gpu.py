@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import oracle
-from dilated_attention_pytorch import Dilated, Hilbert, attention, fused, ops
+from dilated_attention_pytorch import Dilated, Hilbert, attention, backends, explain, fused, ops
 from dilated_attention_pytorch.backends import hopper, sdpa
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.measure import peak_extra_bytes
@@ -129,6 +131,29 @@ def test_float32_head_sizes(head_dim, causal):
     yardstick = run(oracle.plain(pattern, causal), q, k, v, dout, dlse)
     ours = lambda *x: attention(*x, pattern, is_causal=causal, backend="triton", return_lse=True)  # noqa: E731
     oracle.assert_rounding_only(run(ours, q, k, v, dout, dlse), yardstick, exact, torch.float32)
+
+
+@pytest.mark.parametrize("stock", ["forward", "backward", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_auto_mixes_kernels(dtype, stock, monkeypatch):
+    """Where the length decides, either pass may be PyTorch's: our gradients from its out and lse, or its from ours."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the length decides on Hopper GPUs")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # conftest.py asks for them
+    head_dim, ours, theirs = 256, math.inf, 0
+    choice = (theirs if stock != "backward" else ours, theirs if stock != "forward" else ours)
+    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(dtype.itemsize, head_dim): choice})
+    pattern = Dilated([256, 500], [1, 3])
+    q, dout = torch.randn(2, 1, 900, 4, head_dim, device="cuda", dtype=dtype).unbind(0)
+    k, v = torch.randn(2, 1, 900, 2, head_dim, device="cuda", dtype=dtype).unbind(0)
+    dlse = torch.randn(1, 4, 900, device="cuda")
+    dense = lambda *x: oracle.attention(*x, pattern, is_causal=True)  # noqa: E731
+    exact = run(dense, *(x.double().cpu() for x in (q, k, v, dout)), dlse.double().cpu())
+    yardstick = run(oracle.plain(pattern, True), q, k, v, dout, dlse)
+    call = lambda *x: attention(*x, pattern, is_causal=True, return_lse=True)  # noqa: E731
+    oracle.assert_rounding_only(run(call, q, k, v, dout, dlse), yardstick, exact, dtype)
+    explained = explain(q, k, v, pattern, is_causal=True)
+    assert (explained.backend == "sdpa", explained.backward == "sdpa") == (stock != "backward", stock != "forward")
 
 
 @pytest.mark.parametrize("causal", [False, True])

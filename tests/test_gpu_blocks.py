@@ -96,6 +96,15 @@ def test_block_sizes(backend, size, n, m, head_dim, causal):
     check(backend, table, size, inputs(1, n, m, 2, 1, head_dim, torch.bfloat16), causal)
 
 
+@pytest.mark.parametrize(("size", "head_dim"), [(16, 64), (32, 128), (64, 16), (64, 64), (128, 96), (128, 256), (256, 128)])
+def test_float32_sizes(size, head_dim):
+    """Products of three TF32 products each are as exact as float32."""
+    blocks = 4
+    for causal in (False, True):
+        tensors = inputs(1, blocks * size - 9, blocks * size - 9, 2, 1, head_dim, SINGLE)
+        check("triton", random_table(blocks, blocks), size, tensors, causal)
+
+
 @pytest.mark.parametrize("kind", ["local_window", "hierarchical", "adaptive"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(

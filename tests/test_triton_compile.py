@@ -87,10 +87,16 @@ def test_kernels_of_ordered_sequences(kernel):
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_kernels_over_block_lists(kernel):
     whole = [[2, 64, 128, True, 1], [2, 128, 128, False, 2], [2, 256, 128, True, 1]]
-    cases = [*whole, [2, 64, 32, True, 1], [4, 256, 128, True, 1]]
-    *halves, small, single = compiled_together([[f"block {kernel}", *case] for case in cases])
-    for used in (*halves, small, single):
+    singles = [[4, 64, 128, True, 1], [4, 128, 128, True, 1], [4, 16, 64, True, 1], [4, 256, 128, True, 1]]
+    cases = [*whole, [2, 64, 32, True, 1], *singles]
+    *found, large = compiled_together([[f"block {kernel}", *case] for case in cases])
+    halves, small, singles = found[:3], found[3], found[4:]
+    for used in (*found, large):
         assert used["shared_bytes"] <= SHARED_LIMIT
+        assert not used["narrow_products"]
+    for used in singles:
+        assert used["tensor_cores"] or used["warp_products"]
+        assert used["spilled_bytes"] <= SINGLE_SPILLS[kernel][used["arguments"][2]]
     assert all(used["tensor_cores"] for used in halves)
     for used in halves[:2]:  # head sizes of 256 have no memory left for copies ahead
         assert used["wide_copies"]

@@ -211,7 +211,8 @@ def attention(
         check_order(order, query, key, lengths, cu_seqlens)
         order = None if isinstance(order, Identity) else order
     ordered_causal = order is not None and is_causal
-    chosen = backends.choose(backend, Request.of(query, dropout_p, ordered_causal))
+    request = Request.of(query, dropout_p, ordered_causal)
+    chosen = backends.choose(backend, request)
     if chosen != "reference":
         check_no_forward_derivative(query, key, value)
     detach = mixing_gradient == "detached"
@@ -231,7 +232,7 @@ def attention(
             pattern, is_causal = pattern.without_padding(), False
         out, lse = ops.call_attend(
             query, key, value, lengths, cu_seqlens, used_seed, positions, pattern.spec, is_causal, used_scale, dropout_p,
-            detach, backends.for_operator(backend, chosen),
+            detach, backends.for_operator(backend, chosen, request),
         )  # fmt: skip
     if order is not None and not in_order:
         out, lse = order.unpermute(out), order.unpermute(lse, dim=2) if return_lse else lse

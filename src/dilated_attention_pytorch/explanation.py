@@ -154,11 +154,10 @@ def explain(
             break
         refused.append((name, tuple(backends.why_not(name, request))))
     problem = Problem.of(query, key, pattern.spec, is_causal and not ordered_causal, lengths, cu_seqlens)
-    used = backward = chosen
-    if backends.for_operator(backend, chosen) == "auto":
-        used, backward = (backends.fastest(problem, query, backward=some) for some in (False, True))
-        if used != chosen:
-            refused.append((chosen, ("slower for kernel calls as large as these",)))
+    told = backends.for_operator(backend, chosen, request)
+    used, backward = (backends.fastest(told, problem, query, backward=some) for some in (False, True))
+    if used != chosen:
+        refused.append((chosen, ("slower for this type and head size, in calls as large as these",)))
     plans = problem.plans()
     samples = [span.samples.stop - span.samples.start for span, _ in plans]
     group = problem.heads // problem.key_heads

@@ -74,7 +74,7 @@ def _attend(
     query, key, value = map(rows_contiguous, (query, key, value))
     positions = row_positions(positions, query)
     problem = Problem.of(query, key, pattern, is_causal, lengths, cu_seqlens)
-    backend = backends.fastest(problem, query, backward=False) if backend == "auto" else backend
+    backend = backends.fastest(backend, problem, query, backward=False)
     if backend == "triton":
         from dilated_attention_pytorch.backends.triton import run  # imports triton
 
@@ -124,7 +124,7 @@ def _attend_backward(
     query, key, value, dout = map(rows_contiguous, (query, key, value, dout))
     positions = row_positions(positions, query)
     problem = Problem.of(query, key, pattern, is_causal, lengths, cu_seqlens)
-    backend = backends.fastest(problem, query, backward=True) if backend == "auto" else backend
+    backend = backends.fastest(backend, problem, query, backward=True)
     tensors = (dout, dlse, query, key, value, out, lse)
     if backend == "triton":
         from dilated_attention_pytorch.backends.triton import run  # imports triton

@@ -1,6 +1,6 @@
 """The choice of a backend: each one says why it cannot serve a request, ``auto`` takes the first that has no reason.
 
-Where ``auto`` finds a Hopper GPU, the length decides as well: then the choice is made when the operator runs.
+On a Hopper GPU, for some types and head sizes, the length decides as well: that choice is made when the operator runs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ _BACKENDS = {
 }
 NAMES = ("auto", *_BACKENDS)
 
-# By (is_causal, backward): the fewest query-key pairs of a kernel call, on average, from which stock operators with one
-# merge (fused.py) are faster than the Hopper kernels. Infinity: never. Milliseconds, hopper / sdpa, one H200
-# (benchmarks/gpu.py; hopper: results/h200_version13.json, sdpa: h200_backward_choice.json, h200_wide_rows.json,
-# h200_sdpa.json), with 2**32.1 pairs (paper) and 2**31.4 (wide):
+# By bytes of an element and largest head size: the fewest query-key pairs of a kernel call, on average, from which stock
+# operators are faster than our kernels, forward and backward; infinity: never. One H200, milliseconds, ours / sdpa, of
+# benchmarks/choice_gpu.py (results/h200_choice.json); of half precision up to 128, benchmarks/gpu.py (h200_version13.json,
+# h200_backward_choice.json, h200_wide_rows.json).
 _SDPA_FROM_PAIRS = {
-    (False, False): math.inf,  # paper 31.9 / 36.3, wide 19.9 / 24.2
-    (False, True): math.inf,  # paper 75.3 / 95.3, wide 66.4 / 68.7
-    (True, False): math.inf,  # paper 19.6 / 21.2, wide 12.7 / 16.4
-    (True, True): math.inf,  # paper 47.0 / 60.1, wide 41.1 / 45.2
+    # 64: paper 31.9 / 36.3 and 75.3 / 95.3; 128: wide 19.9 / 24.2 and 66.4 / 68.7
+    (2, 128): (math.inf, math.inf),
+    # 2**26.1 pairs 2.8 / 2.1 and 13.7 / 5.8; 2**23.7 0.99 / 0.97 and 4.2 / 2.1; 2**22.7 0.8 / 1.1 and 3.1 / 3.7
+    (2, 256): (2**24, 2**23),
+    # 2**27.1 pairs 9.2 / 15.5 and 33.8 / 36.5
+    (4, 64): (math.inf, math.inf),
+    # 2**26.6 pairs 11.5 / 11.5 and 42.6 / 33.4, 2**25.6 7.3 / 8.5 and 23.6 / 23.8: not enough for sums in any order
+    (4, 128): (math.inf, math.inf),
+    # 2**22.8 pairs 3.4 / 3.0 and 40.8 / 8.2, 2**21.8 2.2 / 2.8 and 32.4 / 8.5
+    (4, 256): (2**23, 0),
 }
-_SDPA_UP_TO_HEAD_DIM = 64  # paper has 64, wide 128
 
 
 def check_name(backend: str) -> None:
@@ -70,24 +75,29 @@ def choose(backend: str, request: Request) -> str:
     raise ValueError("no backend can serve this call:\n" + "\n".join(refusals))
 
 
-def for_operator(backend: str, chosen: str) -> str:
-    """What the operator is told: the chosen backend, or "auto" where the length decides."""
-    return "auto" if backend == "auto" and chosen == "hopper" else chosen
+def _sdpa_from_pairs(dtype: torch.dtype, head_dim: int) -> tuple[float, float]:
+    """The entry of the table for this type and head size."""
+    sizes = [most for itemsize, most in _SDPA_FROM_PAIRS if itemsize == dtype.itemsize and head_dim <= most]
+    return _SDPA_FROM_PAIRS[dtype.itemsize, min(sizes)]
 
 
-def fastest(problem: Problem, query: Tensor, *, backward: bool) -> str:
-    """What "auto" runs on a Hopper GPU, forward and backward apart: both know only ``out`` and ``lse`` of one another."""
-    least = _SDPA_FROM_PAIRS[problem.is_causal, backward]
-    head_dim = query.shape[-1]
-    if least == math.inf or head_dim > _SDPA_UP_TO_HEAD_DIM or not fused.serves(query):
-        return "hopper"
-    if not _large_pieces(problem, head_dim, least):
-        return "hopper"
-    if backward and torch.are_deterministic_algorithms_enabled():  # cuDNN adds up dq in any order
-        return "hopper"
-    return "hopper" if sdpa.why_not(Request.of(query, dropout_p=0.0)) else "sdpa"
+def for_operator(backend: str, chosen: str, request: Request) -> str:
+    """What the operator is told: the chosen backend, or, where the length decides, both: ``"triton or sdpa"``."""
+    if backend != "auto" or chosen not in ("hopper", "triton") or request.capability[0] != 9:
+        return chosen
+    decides = min(_sdpa_from_pairs(request.dtype, request.head_dim)) < math.inf and not sdpa.why_not(request)
+    return f"{chosen} or sdpa" if decides else chosen
 
 
-@lru_cache(maxsize=256)
-def _large_pieces(problem: Problem, head_dim: int, least: float) -> bool:
-    return fused.few_pieces(problem, head_dim) and fused.pairs_per_piece(problem, head_dim) >= least
+def fastest(backend: str, problem: Problem, query: Tensor, *, backward: bool) -> str:
+    """What the operator runs, forward and backward apart: both know only ``out`` and ``lse`` of one another."""
+    ours, _, stock = backend.partition(" or ")
+    if not stock:
+        return ours
+    least = _sdpa_from_pairs(query.dtype, query.shape[-1])[backward]
+    if backward and torch.are_deterministic_algorithms_enabled():  # stock operators add up dq in any order
+        return ours
+    return stock if _pairs_per_piece(problem, query.shape[-1]) >= least else ours
+
+
+_pairs_per_piece = lru_cache(maxsize=256)(fused.pairs_per_piece)

@@ -39,7 +39,7 @@ _HOPPER = {
     (2, 256): Configs(Config(64, 64, 8, 2), Config(64, 32, 8, 1), Config(32, 64, 8, 1)),
     (4, 64): Configs(Config(128, 64, 8, 2), Config(128, 32, 8, 1), Config(32, 128, 8, 1)),
     (4, 128): Configs(Config(128, 32, 8, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    (4, 256): Configs(Config(32, 32, 8, 1), Config(32, 16, 4, 1), Config(16, 32, 8, 1, "ieee")),
+    (4, 256): Configs(Config(32, 32, 8, 1), Config(32, 16, 8, 1, "ieee"), Config(16, 32, 8, 1, "ieee")),
 }
 # Less shared memory: Ampere and Ada. Nothing of it was measured.
 _OTHER = {
@@ -56,9 +56,9 @@ _HOPPER_BLOCKS = {
     (2, 64): Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
     (2, 128): Configs(Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
     (2, 256): _HOPPER[2, 256],
-    (4, 64): Configs(Config(64, 32, 4, 2, "ieee"), Config(64, 32, 4, 2, "ieee"), Config(32, 64, 4, 2, "ieee")),
-    (4, 128): Configs(Config(64, 32, 8, 2, "ieee"), Config(32, 32, 4, 1, "ieee"), Config(32, 32, 4, 1, "ieee")),
-    (4, 256): Configs(Config(32, 32, 8, 1, "ieee"), Config(32, 16, 8, 1, "ieee"), Config(16, 32, 8, 1, "ieee")),
+    (4, 64): _HOPPER[4, 64],
+    (4, 128): _HOPPER[4, 128],
+    (4, 256): _HOPPER[4, 256],
 }
 
 
