@@ -22,7 +22,7 @@ from dilated_attention_pytorch import attention
 from dilated_attention_pytorch.backends.triton import block_run
 from dilated_attention_pytorch.backends.triton.configs import Config
 
-# Rows, keys, warps, stages; all fit into shared memory, few spill (tests/compile_sm90.py).
+# Rows, keys, warps, stages; all fit into shared memory, few spill (tests/compile_kernels.py).
 CANDIDATES = {
     ("forward", 64): [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3)],
     ("forward", 128): [(128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -131,6 +132,24 @@ def test_float32_head_sizes(head_dim, causal):
     yardstick = run(oracle.plain(pattern, causal), q, k, v, dout, dlse)
     ours = lambda *x: attention(*x, pattern, is_causal=causal, backend="triton", return_lse=True)  # noqa: E731
     oracle.assert_rounding_only(run(ours, q, k, v, dout, dlse), yardstick, exact, torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(x, d) for x in (torch.bfloat16, torch.float32) for d in (64, 128, 256)])
+def test_tables_of_other_gpus(dtype, head_dim, monkeypatch):
+    """The sizes that other GPUs get, on this one: the same Python, other tensor cores."""
+    from dilated_attention_pytorch.backends.triton import run as portable
+
+    monkeypatch.setattr(portable, "capability", lambda x: (8, 6))
+    pattern = Dilated([256, 500], [1, 3])
+    q, dout = torch.randn(2, 1, 900, 4, head_dim, device="cuda", dtype=dtype).unbind(0)
+    k, v = torch.randn(2, 1, 900, 2, head_dim, device="cuda", dtype=dtype).unbind(0)
+    dlse = torch.randn(1, 4, 900, device="cuda")
+    for causal in (False, True):
+        dense = lambda *x, causal=causal: oracle.attention(*x, pattern, is_causal=causal)  # noqa: E731
+        exact = run(dense, *(x.double().cpu() for x in (q, k, v, dout)), dlse.double().cpu())
+        yardstick = run(oracle.plain(pattern, causal), q, k, v, dout, dlse)
+        call = partial(attention, pattern=pattern, is_causal=causal, backend="triton", return_lse=True)
+        oracle.assert_rounding_only(run(call, q, k, v, dout, dlse), yardstick, exact, dtype)
 
 
 @pytest.mark.parametrize("stock", ["forward", "backward", "both"])

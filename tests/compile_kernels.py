@@ -1,13 +1,14 @@
-"""Compile the kernels for sm_90 without a GPU and print what they use, as JSON. Run by test_triton_compile.py.
+"""Compile the kernels without a GPU and print what they use, as JSON. Run by test_triton_compile.py.
 
-    python tests/compile_sm90.py '[["forward", 2, 64, 64, 64, 4, 3]]'     kernel, element size, head size, config
-    python tests/compile_sm90.py '[["hopper forward", 64]]'               kernel, head size [, final, group, parts, single]
-    python tests/compile_sm90.py '[["hopper joint", 64]]'                 the same, all gradients
-    python tests/compile_sm90.py '[["block forward", 2, 64, 128]]'        kernel, element size, head size, block size
-    python tests/compile_sm90.py '[["hopper block dq", 64, 128, true, 1]]' kernel, head size, block size, causal, group
-    python tests/compile_sm90.py '[["one merge", 64]]'                    kernel, head size
+    python tests/compile_kernels.py '[["forward", 2, 64, 64, 64, 4, 3]]'      kernel, element size, head size, config
+    python tests/compile_kernels.py '[["hopper forward", 64]]' kernel, head size [, final, group, parts, single]
+    python tests/compile_kernels.py '[["hopper joint", 64]]'                  the same, all gradients
+    python tests/compile_kernels.py '[["block forward", 2, 64, 128]]'         kernel, element size, head size, block size
+    python tests/compile_kernels.py '[["hopper block dq", 64, 128, true, 1]]' kernel, head size, block size, causal, group
+    python tests/compile_kernels.py '[["one merge", 64]]'                     kernel, head size
 
-A process of its own, because the interpreter that the other tests use must be off when kernels are defined.
+For sm_90, or for what a second argument says: 86, 100. In a process of its own, because the interpreter that the other
+tests use must be off when kernels are defined.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ HOPPER_BLOCKS = {
     "dq": hopper_block_dq.block_dq_kernel,
     "dkv": hopper_block_dkv.block_dkv_kernel,
 }
+CAPABILITY = int(sys.argv[2]) if len(sys.argv) > 2 else 90
 RESULTS = ("OUT", "DQ", "DK", "DV")
 HALF = ("Q", "K", "V", "DOUT", *RESULTS)
 FLOAT = (
@@ -190,7 +192,7 @@ def compiled_usage(source, function, constants, size, options, single=()):
             hints[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     source = source(fn=function, signature=signature, constexprs=constexprs, attrs=hints)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | FUSED)
+    compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options | FUSED)
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -207,7 +209,7 @@ def compiled_usage(source, function, constants, size, options, single=()):
         "scratch_bytes": getattr(compiled.metadata, "global_scratch_size", 0),
         "tensor_cores": "wgmma" in compiled.asm["ptx"],
         "narrow_products": "m64n8k" in compiled.asm["ptx"],
-        "warp_products": "mma.sync" in compiled.asm["ptx"],  # of tiles too small for the above
+        "warp_products": "mma.sync" in compiled.asm["ptx"],  # of tiles too small for the above, and before sm_90
         "wide_copies": "cp.async.cg.shared.global" in compiled.asm["ptx"],
         "single_loads": len(re.findall(r"ld\.global\S*\.b16", compiled.asm["ptx"])),
         "narrow_stores": len(re.findall(r"\bSTG\.E(?!\.128)", code)),
