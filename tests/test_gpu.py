@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
 
 import oracle
 from dilated_attention_pytorch import Dilated, Hilbert, attention, backends, explain, fused, ops
-from dilated_attention_pytorch.backends import hopper, sdpa
-from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.backends import sdpa
 from dilated_attention_pytorch.measure import peak_extra_bytes
+from gpu_cases import check, over_tables, request, run
 
 pytestmark = pytest.mark.gpu
 
@@ -23,15 +22,6 @@ CASES = {
     "decoding": (Dilated([64, 256], [1, 4]), 20, 233),
     "zero keys": (Dilated([64, 100], [1, 3], "blocked", torchscale_padding=True), 150, 150),
 }
-
-
-def request(dtype, head_dim):
-    return Request("cuda", torch.cuda.get_device_capability(), dtype, head_dim, 0.0)
-
-
-def over_tables(dtype, head_dim):
-    """The backends over launch tables that this GPU has."""
-    return ["triton"] if hopper.why_not(request(dtype, head_dim)) else ["triton", "hopper"]
 
 
 def kernels(dtype, head_dim):
@@ -59,12 +49,6 @@ def grads_of(call, inputs, dout):
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = call(*inputs)
     return [x.detach().cpu() for x in (out, *torch.autograd.grad(out, inputs, dout.to(out)))]
-
-
-def run(call, q, k, v, dout, dlse):
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = call(*inputs)
-    return [x.detach() for x in (out, lse, *oracle.grads((out, lse), inputs, (dout.to(out), dlse.to(lse))))]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -123,15 +107,7 @@ def test_every_kernel(case, causal, dtype, head_dim, monkeypatch):
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 96, 128, 256])
 def test_float32_head_sizes(head_dim, causal):
     """Products of three TF32 products each are as exact as float32, for every shape that is compiled for tensor cores."""
-    pattern = Dilated([512, 1000], [1, 3])
-    q, dout = torch.randn(2, 1, 1300, 4, head_dim, device="cuda").unbind(0)
-    k, v = torch.randn(2, 1, 1300, 2, head_dim, device="cuda").unbind(0)
-    dlse = torch.randn(1, 4, 1300, device="cuda")
-    dense = lambda *x: oracle.attention(*x, pattern, is_causal=causal)  # noqa: E731
-    exact = run(dense, *(x.double().cpu() for x in (q, k, v, dout)), dlse.cpu())
-    yardstick = run(oracle.plain(pattern, causal), q, k, v, dout, dlse)
-    ours = lambda *x: attention(*x, pattern, is_causal=causal, backend="triton", return_lse=True)  # noqa: E731
-    oracle.assert_rounding_only(run(ours, q, k, v, dout, dlse), yardstick, exact, torch.float32)
+    check(Dilated([512, 1000], [1, 3]), 1300, torch.float32, head_dim, causal=causal, backend="triton")
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(x, d) for x in (torch.bfloat16, torch.float32) for d in (64, 128, 256)])
@@ -140,16 +116,8 @@ def test_tables_of_other_gpus(dtype, head_dim, monkeypatch):
     from dilated_attention_pytorch.backends.triton import run as portable
 
     monkeypatch.setattr(portable, "capability", lambda x: (8, 6))
-    pattern = Dilated([256, 500], [1, 3])
-    q, dout = torch.randn(2, 1, 900, 4, head_dim, device="cuda", dtype=dtype).unbind(0)
-    k, v = torch.randn(2, 1, 900, 2, head_dim, device="cuda", dtype=dtype).unbind(0)
-    dlse = torch.randn(1, 4, 900, device="cuda")
     for causal in (False, True):
-        dense = lambda *x, causal=causal: oracle.attention(*x, pattern, is_causal=causal)  # noqa: E731
-        exact = run(dense, *(x.double().cpu() for x in (q, k, v, dout)), dlse.double().cpu())
-        yardstick = run(oracle.plain(pattern, causal), q, k, v, dout, dlse)
-        call = partial(attention, pattern=pattern, is_causal=causal, backend="triton", return_lse=True)
-        oracle.assert_rounding_only(run(call, q, k, v, dout, dlse), yardstick, exact, dtype)
+        check(Dilated([256, 500], [1, 3]), 900, dtype, head_dim, causal=causal, backend="triton")
 
 
 @pytest.mark.parametrize("stock", ["forward", "backward", "both"])
@@ -159,19 +127,11 @@ def test_auto_mixes_kernels(dtype, stock, monkeypatch):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the length decides on Hopper GPUs")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # conftest.py asks for them
-    head_dim, ours, theirs = 256, math.inf, 0
+    ours, theirs = math.inf, 0
     choice = (theirs if stock != "backward" else ours, theirs if stock != "forward" else ours)
-    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(dtype.itemsize, head_dim): choice})
+    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(dtype.itemsize, 256): choice})
     pattern = Dilated([256, 500], [1, 3])
-    q, dout = torch.randn(2, 1, 900, 4, head_dim, device="cuda", dtype=dtype).unbind(0)
-    k, v = torch.randn(2, 1, 900, 2, head_dim, device="cuda", dtype=dtype).unbind(0)
-    dlse = torch.randn(1, 4, 900, device="cuda")
-    dense = lambda *x: oracle.attention(*x, pattern, is_causal=True)  # noqa: E731
-    exact = run(dense, *(x.double().cpu() for x in (q, k, v, dout)), dlse.double().cpu())
-    yardstick = run(oracle.plain(pattern, True), q, k, v, dout, dlse)
-    call = lambda *x: attention(*x, pattern, is_causal=True, return_lse=True)  # noqa: E731
-    oracle.assert_rounding_only(run(call, q, k, v, dout, dlse), yardstick, exact, dtype)
-    explained = explain(q, k, v, pattern, is_causal=True)
+    explained = explain(*check(pattern, 900, dtype, 256, causal=True, backend="auto"), pattern, is_causal=True)
     assert (explained.backend == "sdpa", explained.backward == "sdpa") == (stock != "backward", stock != "forward")
 
 
@@ -314,131 +274,6 @@ def test_orders_made_on_the_gpu():
         assert there.positions.is_cuda
         assert torch.equal(here.positions, there.positions.cpu())
         assert torch.equal(here.inverse.positions, there.inverse.positions.cpu())
-
-
-HOPPER = pytest.mark.skipif(
-    torch.cuda.is_available() and bool(hopper.why_not(request(torch.bfloat16, 64))),
-    reason="the kernels are for Hopper GPUs",
-)
-
-
-@HOPPER
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [24, 40, 48, 80, 96, 128])
-def test_hopper_head_sizes(head_dim, causal):
-    pattern, n = Dilated([160, 330], [1, 3]), 330
-    q, dout = torch.randn(2, 1, n, 4, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
-    k, v = torch.randn(2, 1, n, 2, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
-    dlse = torch.randn(1, 4, n, device="cuda")
-    exact = run(
-        lambda *x: oracle.attention(*x, pattern, is_causal=causal), *(x.double().cpu() for x in (q, k, v, dout)), dlse.cpu()
-    )
-    yardstick = run(oracle.plain(pattern, causal), q, k, v, dout, dlse)
-    call = lambda *x: attention(*x, pattern, is_causal=causal, backend="hopper", return_lse=True)  # noqa: E731
-    oracle.assert_rounding_only(run(call, q, k, v, dout, dlse), yardstick, exact, torch.bfloat16)
-
-
-@HOPPER
-@pytest.mark.parametrize("lengths", [None, [1140, 500]])
-@pytest.mark.parametrize("head_dim", [40, 48, 64])
-def test_hopper_ragged_tiles(head_dim, lengths):
-    """Tiles of 570 and 380 rows are 5 and 3 items with ragged ends; parts; two query heads to a key."""
-    pattern, n = Dilated([570, 1140], [1, 3]), 1140
-    batch = len(lengths or [n])
-    lengths = None if lengths is None else torch.tensor(lengths, device="cuda")
-    q, dout = torch.randn(2, batch, n, 4, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
-    k, v = torch.randn(2, batch, n, 2, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
-    dlse = torch.randn(batch, 4, n, device="cuda")
-    call = lambda *x: attention(*x, pattern, lengths=lengths, backend="hopper", return_lse=True)  # noqa: E731
-    actual = run(call, q, k, v, dout, dlse)
-    for sample, length in enumerate([n] if lengths is None else lengths.tolist()):
-        own = [x[sample : sample + 1, :length] for x in (q, k, v, dout)]
-        own_dlse = dlse[sample : sample + 1, :, :length]
-        exact = run(lambda *x: oracle.attention(*x, pattern), *(x.double().cpu() for x in own), own_dlse.cpu())
-        yardstick = run(oracle.plain(pattern, False), *own, own_dlse)
-        ours = [x[sample : sample + 1, :length] for x in actual]
-        ours[1] = actual[1][sample : sample + 1, :, :length]
-        oracle.assert_rounding_only(ours, yardstick, exact, torch.bfloat16)
-
-
-@HOPPER
-def test_hopper_serves_what_triton_serves():
-    """One branch, lengths, a negative scale, constant mixing weights, unaligned rows: against the portable kernels."""
-    q, dout = torch.randn(2, 2, 300, 4, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
-    k, v = torch.randn(2, 2, 300, 2, 65, device="cuda", dtype=torch.bfloat16)[..., 1:].unbind(0)
-    cases = [
-        {},
-        {"lengths": torch.tensor([300, 77], device="cuda")},
-        {"scale": -0.3, "is_causal": True},
-        {"mixing_gradient": "detached"},
-    ]
-    for options in cases:
-        pattern = Dilated([64, 200], [1, 3]) if options else Dilated([200], [1])
-        dlse = torch.randn(2, 4, 300, device="cuda")
-        ours, others = (
-            run(
-                lambda *x, b=b, p=pattern, o=options: attention(*x, p, backend=b, return_lse=True, **o), q, k, v, dout, dlse
-            )
-            for b in ("hopper", "triton")
-        )
-        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, others, strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, msg=lambda m, name=name, o=options: f"{o} {name}: {m}")
-
-
-# Five launches of which each adds the part of the last; and rates 6 and 12 in segments that are no multiples of them.
-CHAINS = [Dilated([256, 512, 1024, 2048, 4096], [1, 2, 4, 8, 16]), Dilated([256, 512, 1024, 2048, 4096], [1, 2, 4, 6, 12])]
-
-
-@HOPPER
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("pattern", CHAINS, ids=["powers", "paper"])
-def test_hopper_launches_that_begin_before_the_last_is_done(pattern, causal):
-    q, k, v, dout = torch.randn(4, 1, 9000, 16, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
-    dlse = torch.randn(1, 16, 9000, device="cuda")
-    ours, others = (
-        run(lambda *x, b=b: attention(*x, pattern, is_causal=causal, backend=b, return_lse=True), q, k, v, dout, dlse)
-        for b in ("hopper", "triton")
-    )
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, others, strict=True):
-        assert (a - b).float().norm() < 1e-2 * b.float().norm(), name
-
-
-@HOPPER
-@pytest.mark.parametrize("pattern", CHAINS, ids=["powers", "paper"])
-def test_hopper_launches_in_a_captured_graph(pattern):
-    """Forward and backward; the inputs change between replays."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        inputs = [torch.randn(1, 9000, 16, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
-        dout = torch.randn_like(inputs[0])
-
-        def call():
-            out = attention(*inputs, pattern, backend="hopper")
-            return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
-
-        call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            captured = call()
-        for _ in range(3):
-            with torch.no_grad():
-                for x in inputs:
-                    x.copy_(torch.randn_like(x))
-            graph.replay()
-            for a, b in zip(captured, call(), strict=True):
-                assert torch.equal(a, b)
-    torch.cuda.synchronize()
-
-
-@HOPPER
-def test_hopper_copies_what_lies_at_odd_addresses():
-    """Contiguous, but two bytes behind a multiple of 16: what views of flat buffers look like."""
-    pattern, shape = Dilated([64, 200], [1, 3]), (1, 300, 4, 64)
-    odd = [torch.randn(300 * 4 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(shape) for _ in range(4)]
-    dlse = torch.zeros(1, 4, 300, device="cuda")
-    call = lambda *x: attention(*x, pattern, backend="hopper", return_lse=True)  # noqa: E731
-    for a, b in zip(run(call, *odd, dlse), run(call, *(x.clone() for x in odd), dlse), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
