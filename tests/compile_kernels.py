@@ -117,7 +117,7 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, o
 def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config=None):
     """``config`` in place of the shipped one: rows, keys, warps, stages."""
     dtype = torch.bfloat16 if size == 2 else torch.float32
-    shipped = getattr(block_configs((9, 0), dtype, head_dim, block_size), kernel)
+    shipped = getattr(block_configs(divmod(CAPABILITY, 10), dtype, head_dim, block_size), kernel)
     block_m, block_n, warps, stages = config or (shipped.block_m, shipped.block_n, shipped.warps, shipped.stages)
     constants = {
         "D": head_dim,

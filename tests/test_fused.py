@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oracle
-from dilated_attention_pytorch import Dilated, attention, backends, explain, fused, pieces, tiles
-from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch import Dilated, attention, fused, pieces, tiles
 from dilated_attention_pytorch.plan import compile_plan
 from dilated_attention_pytorch.problem import Problem
 
@@ -190,51 +187,3 @@ def test_as_few_calls_as_families():
     assert len(found) == len(families) == 12
     rows = sum(len(piece.units) * len(piece.heads) * piece.family.q_rows for _, piece in found)
     assert rows <= 2.01 * 12 * 2**20
-
-
-HOPPER = Request("cuda", (9, 0), torch.bfloat16, 64, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("backend", "chosen", "changes", "told"),
-    [
-        ("auto", "hopper", {}, "hopper or sdpa"),
-        ("auto", "triton", {"dtype": torch.float32}, "triton or sdpa"),
-        ("auto", "triton", {"dtype": torch.float32, "head_dim": 128}, "triton"),
-        ("auto", "triton", {"dropout_p": 0.1}, "triton"),
-        ("auto", "triton", {"ordered": True}, "triton"),
-        ("auto", "triton", {"capability": (8, 0)}, "triton"),
-        ("auto", "sdpa", {}, "sdpa"),
-        ("hopper", "hopper", {}, "hopper"),
-    ],
-)
-def test_where_the_length_decides(backend, chosen, changes, told, monkeypatch):
-    table = {(2, 64): (10, math.inf), (4, 64): (math.inf, 10), (4, 128): (math.inf, math.inf)}
-    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", table)
-    assert backends.for_operator(backend, chosen, replace(HOPPER, **changes)) == told
-
-
-def test_the_length_decides_between_our_kernels_and_stock_operators(monkeypatch):
-    """The measured table, with numbers of our own; a call of [8, 8] tiles of 64 rows has few pairs."""
-    query, pairs = torch.empty(1, 512, 2, 16), 512 * 64 * 2
-    problem = Problem(Dilated([64], [1]), False, 1, 512, 512, 2, 2, None, None)
-    assert fused.pairs_per_piece(problem, 16) == pairs
-    fastest = lambda backward: backends.fastest("triton or sdpa", problem, query, backward=backward)  # noqa: E731
-    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 8): (0, 0), (4, 16): (pairs, pairs + 1), (4, 32): (0, 0)})
-    assert [fastest(False), fastest(True)] == ["sdpa", "triton"]
-    assert backends.fastest("triton", problem, query, backward=False) == "triton"
-    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 16): (0, 0)})
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert [fastest(False), fastest(True)] == ["sdpa", "triton"]
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    assert [fastest(False), fastest(True)] == ["sdpa", "sdpa"]
-
-
-def test_explain_says_what_the_length_decides(monkeypatch):
-    query = torch.empty(1, 512, 2, 16)
-    monkeypatch.setattr(backends, "choose", lambda backend, request: "hopper")
-    monkeypatch.setattr(backends, "candidates", lambda backend, request: ["hopper"])
-    monkeypatch.setattr(backends, "for_operator", lambda backend, chosen, request: "hopper or sdpa")
-    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 64): (0, math.inf)})
-    text = str(explain(query, query, query, Dilated([64], [1])))
-    assert "backend   sdpa: CPU flash\nbackward  hopper\nnot       hopper: slower" in text

@@ -115,7 +115,7 @@ def test_tables_of_other_gpus(dtype, head_dim, monkeypatch):
     """The sizes that other GPUs get, on this one: the same Python, other tensor cores."""
     from dilated_attention_pytorch.backends.triton import run as portable
 
-    monkeypatch.setattr(portable, "capability", lambda x: (8, 6))
+    monkeypatch.setattr(portable, "capability", lambda x: (8, 6))  # that of dilated kernels
     for causal in (False, True):
         check(Dilated([256, 500], [1, 3]), 900, dtype, head_dim, causal=causal, backend="triton")
 
@@ -130,8 +130,12 @@ def test_auto_mixes_kernels(dtype, stock, monkeypatch):
     ours, theirs = math.inf, 0
     choice = (theirs if stock != "backward" else ours, theirs if stock != "forward" else ours)
     monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(dtype.itemsize, 256): choice})
+    used, kernel_of = [], ops.tile_kernel
+    monkeypatch.setattr(ops, "tile_kernel", lambda backend, query: used.append(backend) or kernel_of(backend, query))
     pattern = Dilated([256, 500], [1, 3])
-    explained = explain(*check(pattern, 900, dtype, 256, causal=True, backend="auto"), pattern, is_causal=True)
+    tensors = check(pattern, 900, dtype, 256, causal=True, backend="auto")
+    assert used == ["sdpa"] * (2 if stock == "both" else 1)
+    explained = explain(*tensors, pattern, is_causal=True)
     assert (explained.backend == "sdpa", explained.backward == "sdpa") == (stock != "backward", stock != "forward")
 
 

@@ -130,10 +130,11 @@ def attention(
             this waits for the device.
         mixing_gradient: ``"exact"``, or ``"detached"`` to treat the weights of the branches as constants as the paper
             authors' code does.
-        backend: ``"auto"`` (the first of the following that can), ``"hopper"``, ``"triton"``, ``"sdpa"``, ``"eager"`` or
-            ``"reference"``. With ``group``, ``"hopper"`` and ``"triton"`` compute a rank's own queries with its own keys,
-            stock operators those with keys of others; ``"auto"`` takes ``"hopper"`` so for patterns of several branches
-            (contiguous shards, no dropout, exact mixing gradients, no causal order), else stock operators for all.
+        backend: ``"auto"`` (the first of the following that can, or a faster one: see ``explain``), ``"hopper"``,
+            ``"triton"``, ``"sdpa"``, ``"eager"`` or ``"reference"``. With ``group``, ``"hopper"`` and ``"triton"`` compute
+            a rank's own queries with its own keys, stock operators those with keys of others; ``"auto"`` takes
+            ``"hopper"`` so for patterns of several branches (contiguous shards, no dropout, exact mixing gradients, no
+            causal order), else stock operators for all.
         return_lse: return ``(out, lse)`` with lse (B, H, N), float32 (float64 for float64 inputs), differentiable.
         group: a process group, or a device mesh of one dimension or with one named ``"cp"``, over whose ranks the sequence
             is sharded: the tensors are this rank's rows, the result is theirs, ``lengths`` and ``cu_seqlens`` count

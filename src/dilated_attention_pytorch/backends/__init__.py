@@ -26,10 +26,10 @@ _BACKENDS = {
 }
 NAMES = ("auto", *_BACKENDS)
 
-# By bytes of an element and largest head size: the fewest query-key pairs of a kernel call, on average, from which stock
-# operators are faster than our kernels, forward and backward; infinity: never. One H200, milliseconds, ours / sdpa, of
-# benchmarks/choice_gpu.py (results/h200_choice.json); of half precision up to 128, benchmarks/gpu.py (h200_version13.json,
-# h200_backward_choice.json, h200_wide_rows.json).
+# By bytes of an element and largest head size: the fewest query-key pairs of a piece (pieces.py), on average, from which
+# stock operators are faster than our kernels, forward and backward; infinity: never. Without a gradient of lse, for which
+# stock operators run twice. One H200, milliseconds, ours / sdpa, of benchmarks/choice_gpu.py (results/h200_choice.json); of
+# half precision up to 128, benchmarks/gpu.py (h200_version13.json, h200_backward_choice.json, h200_wide_rows.json).
 _SDPA_FROM_PAIRS = {
     # 64: paper 31.9 / 36.3 and 75.3 / 95.3; 128: wide 19.9 / 24.2 and 66.4 / 68.7
     (2, 128): (math.inf, math.inf),
@@ -37,10 +37,10 @@ _SDPA_FROM_PAIRS = {
     (2, 256): (2**24, 2**23),
     # 2**27.1 pairs 9.2 / 15.5 and 33.8 / 36.5
     (4, 64): (math.inf, math.inf),
-    # 2**26.6 pairs 11.5 / 11.5 and 42.6 / 33.4, 2**25.6 7.3 / 8.5 and 23.6 / 23.8: not enough for sums in any order
+    # 2**26.6 pairs 11.5 / 11.5 and 42.6 / 33.4, 2**25.6 7.3 / 8.5 and 23.6 / 23.8: not worth sums in any order
     (4, 128): (math.inf, math.inf),
     # 2**22.8 pairs 3.4 / 3.0 and 40.8 / 8.2, 2**21.8 2.2 / 2.8 and 32.4 / 8.5
-    (4, 256): (2**23, 0),
+    (4, 256): (2**23, 2**21),
 }
 
 
@@ -94,10 +94,16 @@ def fastest(backend: str, problem: Problem, query: Tensor, *, backward: bool) ->
     ours, _, stock = backend.partition(" or ")
     if not stock:
         return ours
-    least = _sdpa_from_pairs(query.dtype, query.shape[-1])[backward]
-    if backward and torch.are_deterministic_algorithms_enabled():  # stock operators add up dq in any order
+    if backward and torch.are_deterministic_algorithms_enabled():  # stock operators may add up dq in any order
         return ours
-    return stock if _pairs_per_piece(problem, query.shape[-1]) >= least else ours
+    if query.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":  # ours take one product then
+        return ours
+    least = _sdpa_from_pairs(query.dtype, query.shape[-1])[backward]
+    return stock if _large_pieces(problem, query.shape[-1], least, one_merge=fused.serves(query)) else ours
 
 
-_pairs_per_piece = lru_cache(maxsize=256)(fused.pairs_per_piece)
+@lru_cache(maxsize=256)
+def _large_pieces(problem: Problem, head_dim: int, least: float, *, one_merge: bool) -> bool:
+    # Half precision was measured with one merge.
+    enough = fused.pairs_per_piece(problem, head_dim) >= least
+    return enough and (not one_merge or fused.few_pieces(problem, head_dim))
