@@ -11,14 +11,15 @@ import torch
 
 from dilated_attention_pytorch import BlockSparse, Dilated, SparsePatternConfig, attention
 from dilated_attention_pytorch.backends.hopper import configs, run
+from dilated_attention_pytorch.backends.triton import tables
 
 
-def call(pattern: Dilated | BlockSparse, backend: str, head_dim: int, is_causal: bool) -> None:
-    q, k, v = (torch.randn(1, 320, 2, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+def call(pattern: Dilated | BlockSparse, backend: str, head_dim: int, is_causal: bool, dtype=torch.bfloat16) -> None:
+    q, k, v = (torch.randn(1, 320, 2, head_dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     out, lse = attention(q, k, v, pattern, is_causal=is_causal, backend=backend, return_lse=True)
     torch.autograd.grad(out.float().sum() + lse.sum(), (q, k, v))
     torch.cuda.synchronize()
-    print(backend, type(pattern).__name__, head_dim, "causal" if is_causal else "full", flush=True)
+    print(backend, type(pattern).__name__, head_dim, "causal" if is_causal else "full", dtype, flush=True)
 
 
 if __name__ == "__main__":
@@ -29,6 +30,13 @@ if __name__ == "__main__":
             call(Dilated([128, 256], [1, 2]), name, size, is_causal=size == 64)
             call(blocks, name, size, is_causal=size == 128)
         call(Dilated([96, 192], [2, 4]), name, 64, is_causal=False)  # a launch of its own adds up parts
+        tables.PART_NUMBERS, whole = 1, tables.PART_NUMBERS  # parts of one head after the other in the same memory
+        call(Dilated([96, 192], [1, 3]), name, 64, is_causal=True)
+        tables.PART_NUMBERS = whole
+    if "triton" in sys.argv:
+        for size in (64, 128, 256):
+            call(Dilated([128, 256], [1, 2]), "triton", size, is_causal=size == 64, dtype=torch.float32)
+            call(blocks, "triton", size, is_causal=size == 128, dtype=torch.float32)
     run.joint_config = lambda problem, head_dim: configs.configs(head_dim).joint  # at once, of so few rows too
     for is_causal in (False, True):
         call(Dilated([160, 320], [1, 2]), "hopper", 48, is_causal)

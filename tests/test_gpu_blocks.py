@@ -105,6 +105,16 @@ def test_float32_sizes(size, head_dim):
         check("triton", random_table(blocks, blocks), size, tensors, causal)
 
 
+@pytest.mark.parametrize(("dtype", "head_dim"), [(x, d) for x in (HALF[0], SINGLE) for d in (64, 128, 256)])
+def test_tables_of_other_gpus(dtype, head_dim, monkeypatch):
+    """The sizes that other GPUs get, on this one."""
+    from dilated_attention_pytorch.backends.triton import block_run
+
+    monkeypatch.setattr(block_run, "capability", lambda x: (8, 6))
+    for causal in (False, True):
+        check("triton", random_table(4, 3, 3), 128, inputs(1, 300, 300, 4, 2, head_dim, dtype), causal)
+
+
 @pytest.mark.parametrize("kind", ["local_window", "hierarchical", "adaptive"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
