@@ -13,9 +13,10 @@ from torch import Tensor
 
 def entries_of(counts: Tensor, starts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Of every entry of every list (lists,), in order: the number of its list and its place; ``total`` are all counts."""
-    numbers, ends = torch.arange(len(counts), device=counts.device), counts.cumsum(0)
-    row = numbers.repeat_interleave(counts, output_size=total)
-    return row, (starts - ends + counts)[row] + torch.arange(total, device=counts.device)
+    rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=total)
+    # Repeating and selecting take a third or half of the time of indexing.
+    before = (starts - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=total)
+    return rows, before.add_(torch.arange(total, device=counts.device))
 
 
 def transposed_entries(columns: Tensor, readers: Tensor, lists: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +28,7 @@ def transposed_entries(columns: Tensor, readers: Tensor, lists: int) -> tuple[Te
     dtype = next(x for x in (torch.int16, torch.int32, torch.int64) if lists <= torch.iinfo(x).max)
     ordered, order = columns.to(dtype).sort(stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(lists + 1, dtype=dtype, device=columns.device))
-    return bounds.diff(), bounds[:-1], readers[order]
+    return bounds.diff(), bounds[:-1], readers.index_select(0, order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -138,9 +138,10 @@ class PackedLists:
 
     def by_key(self) -> BlockTable:
         """For each key block the query blocks that read it. Made on the device of the lists, which nothing waits for."""
-        row, entry = entries_of(self.counts, self.starts, self.entries)
-        columns = self.columns[row] + self.indices[entry]
-        counts, starts, indices = transposed_entries(columns, self.blocks[row], self.transposed_lists)
+        _, places = entries_of(self.counts, self.starts, self.entries)
+        columns, readers = (x.repeat_interleave(self.counts, output_size=self.entries) for x in (self.columns, self.blocks))
+        columns = columns.add_(self.indices.index_select(0, places))
+        counts, starts, indices = transposed_entries(columns, readers, self.transposed_lists)
         rows = _longest_first(self.key_rows, counts, self.heads)
         return BlockTable(rows, counts.to(torch.int32), starts, indices, self.keys_covered)
 
