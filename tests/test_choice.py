@@ -13,8 +13,6 @@ from dilated_attention_pytorch import Dilated, backends, explain, fused, ops
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.problem import Problem
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
-
 HOPPER = Request("cuda", (9, 0), torch.bfloat16, 64, 0.0)
 
 
@@ -48,6 +46,7 @@ def test_the_shipped_table():
                 assert backends.for_operator("auto", "triton", request) == ("triton or sdpa" if both else "triton")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
 @pytest.mark.parametrize(
     ("documents", "length", "single", "half"),
     [(1, 2**15, "sdpa", "sdpa"), (64, 2**13, "sdpa", "triton"), (1024, 128, "triton", "triton")],
