@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 from dilated_attention_pytorch import Dilated
@@ -65,6 +66,7 @@ def _flex_mask(pattern: Dilated, heads: int, n: int, is_causal: bool):
 def _compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
+    torch._functorch.config.donated_buffer = False  # backwards are measured again and again, of one forward
     return torch.compile(flex_attention, dynamic=False)
 
 

@@ -282,8 +282,8 @@ def main() -> None:
                 f"{row['relative_error']:.1e}{more}",
                 flush=True,
             )
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+            if options.out:  # after each row: a later one may not fit the GPU
+                options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
