@@ -58,7 +58,7 @@ HOPPER_BLOCKS = {
     "dq": hopper_block_dq.block_dq_kernel,
     "dkv": hopper_block_dkv.block_dkv_kernel,
 }
-CAPABILITY = int(sys.argv[2]) if len(sys.argv) > 2 else 90
+CAPABILITY = int(sys.argv[2]) if __name__ == "__main__" and len(sys.argv) > 2 else 90
 RESULTS = ("OUT", "DQ", "DK", "DV")
 HALF = ("Q", "K", "V", "DOUT", *RESULTS)
 FLOAT = (

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import Dilated, backends, explain, fused, ops
+from dilated_attention_pytorch.backends import sdpa
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.problem import Problem
 
@@ -102,6 +103,63 @@ def test_explain_says_what_the_length_decides(monkeypatch):
     monkeypatch.setattr(backends, "choose", lambda backend, request: "hopper")
     monkeypatch.setattr(backends, "candidates", lambda backend, request: ["hopper"])
     monkeypatch.setattr(backends, "for_operator", lambda backend, chosen, request: "hopper or sdpa")
-    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 64): (0, math.inf)})
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    pairs = 512 * 64 * 2
+    faster = "for this type and head size PyTorch's operators are faster"
+    rule = faster + " from {} query-key pairs a call on, here they have 65,536"
+    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 64): (pairs, 2 * pairs)})
+    lines = str(explain(query, query, query, Dilated([64], [1]))).splitlines()
+    assert lines[:3] == [
+        "backend   sdpa: CPU flash",
+        f"backward  hopper: warp-specialised kernels over launch tables; {rule.format('131,072')}",
+        f"not       hopper: {rule.format('65,536')}",
+    ]
+    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 64): (math.inf, pairs)})
+    lines = str(explain(query, query, query, Dilated([64], [1]))).splitlines()
+    assert lines[1] == f"backward  sdpa: CPU flash; {rule.format('65,536')}"
+    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 64): (0, 0)})
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    lines = str(explain(query, query, query, Dilated([64], [1]))).splitlines()
+    assert lines[1].endswith("deterministic algorithms are asked for, and PyTorch's operators may add up dq in any order")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "chosen", "kernel", "reasons"),
+    [
+        ((6, 1), torch.float16, 64, "sdpa", "memory-efficient", ("triton: Triton kernels need compute capability 8.0",)),
+        ((6, 1), torch.float32, 64, "sdpa", "memory-efficient", ("this GPU has (6, 1)",)),
+        (
+            (7, 5),
+            torch.bfloat16,
+            64,
+            "eager",
+            None,
+            ("sdpa: memory-efficient takes bfloat16 from compute capability (8, 0) on",),
+        ),
+        (
+            (6, 1),
+            torch.float32,
+            60,
+            "eager",
+            None,
+            ("sdpa: memory-efficient takes head sizes up to 1024 in steps of 8, got 60",),
+        ),
+    ],
+)
+def test_gpus_without_triton(capability, dtype, head_dim, chosen, kernel, reasons, monkeypatch):
+    """Pascal to Turing: PyTorch's operators, or plain products, with the reasons; tensors of a GPU that is not here."""
+    request = replace(HOPPER, capability=capability, dtype=dtype, head_dim=head_dim)
+    monkeypatch.setattr(Request, "of", lambda query, dropout_p, ordered=False: request)
+    query = torch.empty(1, 512, 2, head_dim, dtype=dtype)
     text = str(explain(query, query, query, Dilated([64], [1])))
-    assert "backend   sdpa: CPU flash\nbackward  hopper\nnot       hopper: slower" in text
+    assert text.startswith(f"backend   {chosen}: {kernel or ''}")
+    assert "not       hopper: " in text
+    assert all(reason in text for reason in reasons)
+
+
+@pytest.mark.parametrize(("capability", "head_dim", "name"), [((8, 6), 192, "flash"), ((8, 6), 200, "memory-efficient"),
+    ((8, 0), 200, "flash"), ((8, 9), 224, "memory-efficient"), ((9, 0), 224, "flash"), ((12, 0), 208, "memory-efficient"),
+    ((12, 0), 256, "flash")])  # fmt: skip
+def test_stock_operators_that_have_a_backward(capability, head_dim, name):
+    """PyTorch's flash attention raises in the backward of some head sizes, on GPUs with little shared memory."""
+    assert sdpa.kernel(replace(HOPPER, capability=capability, head_dim=head_dim)).name == name

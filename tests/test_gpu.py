@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -248,16 +249,52 @@ def test_lengths_on_the_gpu():
         assert (out[b, n:] == 0).all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "head_dim"),
+    [
+        ("hopper", torch.bfloat16, 64),
+        ("hopper", torch.float16, 96),
+        ("triton", torch.bfloat16, 64),
+        ("triton", torch.float32, 48),
+    ],
+)
+def test_documents_in_one_sequence(backend, dtype, head_dim, causal):
+    """``cu_seqlens``, with a document of no tokens and one of one, against float64 of each alone."""
+    if backend not in over_tables(dtype, head_dim):
+        pytest.skip("the kernels are for Hopper GPUs")
+    pattern, bounds = Dilated([64, 200], [1, 3]), [0, 133, 133, 134, 700, 1000]
+    q, dout = torch.randn(2, 1, 1000, 4, head_dim, device="cuda", dtype=dtype).unbind(0)
+    k, v = torch.randn(2, 1, 1000, 2, head_dim, device="cuda", dtype=dtype).unbind(0)
+    dlse = torch.randn(1, 4, 1000, device="cuda")
+
+    def each_alone(call):
+        def packed(*inputs):
+            spans = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
+            outs, lses = zip(*(call(*(x[:, span] for x in inputs)) for span in spans), strict=True)
+            return torch.cat(outs, 1), torch.cat(lses, 2)
+
+        return packed
+
+    dense = each_alone(lambda *x: oracle.attention(*x, pattern, is_causal=causal))
+    exact = run(dense, *(x.double().cpu() for x in (q, k, v, dout)), dlse.double().cpu())
+    yardstick = run(each_alone(oracle.plain(pattern, causal)), q, k, v, dout, dlse)
+    options = {"cu_seqlens": torch.tensor(bounds, device="cuda"), "is_causal": causal, "backend": backend}
+    ours = lambda *x: attention(*x, pattern, return_lse=True, **options)  # noqa: E731
+    oracle.assert_rounding_only(run(ours, q, k, v, dout, dlse), yardstick, exact, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 24), (torch.bfloat16, 128)])
 @pytest.mark.parametrize(
     "options",
     [{"is_causal": True, "order": (19, 7)}, {"order": (19, 7)}, {"is_causal": True, "dropout_p": 0.3, "seed": 5}],
     ids=["causal order", "order", "dropout"],
 )
-def test_orders_and_dropout(options):
+def test_orders_and_dropout(options, dtype, head_dim):
     """What of the portable kernels no other test here reaches: positions and words of dropout, against float64."""
     pattern, n = Dilated([32, 100], [1, 3]), 133
-    q, dout = torch.randn(2, 2, n, 4, 24, device="cuda").unbind(0)
-    k, v = torch.randn(2, 2, n, 2, 24, device="cuda").unbind(0)
+    q, dout = torch.randn(2, 2, n, 4, head_dim, device="cuda", dtype=dtype).unbind(0)
+    k, v = torch.randn(2, 2, n, 2, head_dim, device="cuda", dtype=dtype).unbind(0)
     dlse = torch.randn(2, 4, n, device="cuda")
 
     def call(backend, device):
@@ -267,7 +304,7 @@ def test_orders_and_dropout(options):
 
     exact = run(call("reference", "cpu"), *(x.double().cpu() for x in (q, k, v, dout)), dlse.cpu())
     yardstick = run(call("reference", "cuda"), q, k, v, dout, dlse)
-    oracle.assert_rounding_only(run(call("triton", "cuda"), q, k, v, dout, dlse), yardstick, exact, torch.float32)
+    oracle.assert_rounding_only(run(call("triton", "cuda"), q, k, v, dout, dlse), yardstick, exact, dtype)
 
 
 def test_orders_made_on_the_gpu():
@@ -280,17 +317,31 @@ def test_orders_made_on_the_gpu():
         assert torch.equal(here.inverse.positions, there.inverse.positions.cpu())
 
 
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
-@pytest.mark.parametrize("head_dim", [48, 64, 128])
+# Each row of the tables of sizes, and each of the Hopper kernels' head sizes as computed.
+SAME_BITS = [
+    *(("hopper", torch.bfloat16, d, 6) for d in (24, 48, 64, 96, 128)),
+    ("hopper", torch.float16, 64, 2),
+    ("hopper", torch.float16, 128, 2),
+    *(("triton", torch.bfloat16, d, 6) for d in (48, 64, 128)),
+    *(
+        ("triton", x, d, 2)
+        for x, d in ((torch.float16, 256), (torch.float32, 64), (torch.float32, 128), (torch.float32, 256))
+    ),
+]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "head_dim", "key_heads"), SAME_BITS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_same_bits_in_200_runs(backend, head_dim, causal):
+def test_the_same_bits_in_200_runs(backend, dtype, head_dim, key_heads, causal):
     """Short and long tiles, more blocks than multiprocessors; fresh memory holds NaN (conftest)."""
-    if backend not in over_tables(torch.bfloat16, head_dim):
+    if backend not in over_tables(dtype, head_dim):
         pytest.skip("the kernels are for Hopper GPUs")
-    pattern = Dilated([384, 1536, 6912], [1, 2, 6])
-    q, k, v, dout = torch.randn(4, 1, 12288, 6, head_dim, device="cuda", dtype=torch.bfloat16).unbind(0)
-    dlse = torch.randn(1, 6, 12288, device="cuda")
-    call = lambda *x: attention(*x, pattern, is_causal=causal, backend=backend, return_lse=True)  # noqa: E731
+    pattern, n = Dilated([384, 1536, 6912], [1, 2, 6]), 4096 if dtype == torch.float32 else 12288
+    dropout = {"dropout_p": 0.2, "seed": 3} if backend == "triton" and dtype == torch.float16 else {}
+    q, dout = torch.randn(2, 1, n, 6, head_dim, device="cuda", dtype=dtype).unbind(0)
+    k, v = torch.randn(2, 1, n, key_heads, head_dim, device="cuda", dtype=dtype).unbind(0)
+    dlse = torch.randn(1, 6, n, device="cuda")
+    call = lambda *x: attention(*x, pattern, is_causal=causal, backend=backend, return_lse=True, **dropout)  # noqa: E731
     first = run(call, q, k, v, dout, dlse)
     assert all(x.isfinite().all() for x in first)
     for _ in range(200):
@@ -307,11 +358,12 @@ def test_more_than_2_to_the_31_elements(backend):
     q, k, v = (torch.randn(1, n, 16, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     assert q.numel() > 2**31
     dout = torch.randn(1, n, 16, 64, device="cuda", dtype=torch.bfloat16)
-    call = lambda *x: attention(*x, pattern, backend=backend)  # noqa: E731
-    out = call(q, k, v)
+    call = lambda *x: attention(*x, pattern, backend=backend, return_lse=True)  # noqa: E731
+    out, lse = call(q, k, v)
     grads = torch.autograd.grad(out, (q, k, v), dout)
     alone = [x[:, -tail:].detach().requires_grad_() for x in (q, k, v)]
-    alone_out = call(*alone)
+    alone_out, alone_lse = call(*alone)
     alone_grads = torch.autograd.grad(alone_out, alone, dout[:, -tail:])
     for a, b in zip((out, *grads), (alone_out, *alone_grads), strict=True):
         assert torch.equal(a[:, -tail:], b)
+    assert torch.equal(lse[..., -tail:], alone_lse)

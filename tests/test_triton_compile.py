@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import re
 import subprocess
@@ -39,16 +38,22 @@ def compiled_together(several: list[list], capability: int = 90) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+# Bytes of registers that kernels may spill, by head size: dk and dv together do, and 256 columns.
+HALF_SPILLS = {"forward": {64: 0, 128: 0, 256: 288}, "dq": {64: 0, 128: 0, 256: 288}, "dkv": {64: 32, 128: 192, 256: 640}}
+
+
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_half_precision_kernels(kernel):
-    configs = {head_dim: getattr(_HOPPER[2, head_dim], kernel) for head_dim in (64, 128)}
+    spills = HALF_SPILLS[kernel]
+    configs = {head_dim: getattr(_HOPPER[2, head_dim], kernel) for head_dim in spills}
     cases = [[kernel, 2, d, c.block_m, c.block_n, c.warps, c.stages] for d, c in configs.items()]
-    for used in compiled_together(cases):
+    for used, config, most in zip(compiled_together(cases), configs.values(), spills.values(), strict=True):
         assert used["tensor_cores"]
-        assert used["wide_copies"]
+        assert used["wide_copies"] == (config.stages > 1)
         assert used["shared_bytes"] <= SHARED_LIMIT
-        if kernel != "dkv":  # dk and dv together still spill a little: docs/kernels.md
-            assert used["spilled_bytes"] == 0
+        assert used["spilled_bytes"] <= most
+        if most < 256:  # before and after the loop over whole blocks, not in it
+            assert min(used["loops"], key=lambda loop: loop["instructions"])["local_memory"] == 0
 
 
 # Bytes of registers that float32 kernels may spill, by head size. What is split in three takes room; without tensor cores
@@ -56,7 +61,7 @@ def test_half_precision_kernels(kernel):
 SINGLE_SPILLS = {
     "forward": {16: 0, 64: 32, 128: 128, 256: 512},
     "dq": {16: 0, 64: 0, 128: 256, 256: 1_792},
-    "dkv": {16: 0, 64: 96, 128: 448, 256: math.inf},
+    "dkv": {16: 0, 64: 96, 128: 448, 256: 2_560},
 }
 
 
@@ -190,7 +195,7 @@ def test_hopper_kernel_of_all_gradients():
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_hopper_kernels_over_block_lists(kernel):
-    cases = [48, 128, True, 1], [64, 128, True, 1], [128, 256, False, 2]
+    cases = [24, 128, True, 1], [48, 128, True, 1], [64, 128, True, 1], [96, 128, False, 1], [128, 256, False, 2]
     for used in compiled_together([[f"hopper block {kernel}", *case] for case in cases]):
         check_hopper(kernel, used)
 

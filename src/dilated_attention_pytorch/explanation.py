@@ -73,12 +73,13 @@ class Explanation:
     forward_flops: int
     sharding: Sharding | None = None
     blocks: Blocks | None = None  # of a block-sparse pattern
+    why_backward: str = ""  # if it is another backend than the forward's
 
     def __str__(self) -> str:
         share = self.pairs / self.dense_pairs if self.dense_pairs else 0.0
         lines = [f"backend   {self.backend}: {self.kernel}"]
         if self.backward != self.backend:
-            lines.append(f"backward  {self.backward}")
+            lines.append(f"backward  {self.backward}: {self.why_backward}")
         lines += [f"not       {name}: {reason}" for name, reasons in self.refused for reason in reasons]
         tiles = f"{self.families} families, {self.tiles:,} dense tiles" if self.blocks is None else str(self.blocks)
         lines += [
@@ -157,7 +158,13 @@ def explain(
     told = backends.for_operator(backend, chosen, request)
     used, backward = (backends.fastest(told, problem, query, backward=some) for some in (False, True))
     if used != chosen:
-        refused.append((chosen, ("slower for this type and head size, in calls as large as these",)))
+        refused.append((chosen, (backends.length_rule(problem, query, backward=False),)))
+    why_backward = ""
+    if used != backward:
+        reason = backends.why_not_stock(problem, query, backward=True) or backends.length_rule(
+            problem, query, backward=True
+        )
+        why_backward = f"{ops.kernel_name(backward, query)}; {reason}"
     plans = problem.plans()
     samples = [span.samples.stop - span.samples.start for span, _ in plans]
     group = problem.heads // problem.key_heads
@@ -182,6 +189,7 @@ def explain(
         sharding=None
         if world_size is None
         else _sharding(query, problem, world_size, layout or "contiguous", request, backend, used),
+        why_backward=why_backward,
     )
 
 

@@ -95,18 +95,31 @@ def for_operator(backend: str, chosen: str, request: Request) -> str:
 def fastest(backend: str, problem: Problem, query: Tensor, *, backward: bool) -> str:
     """What the operator runs, forward and backward apart: both know only ``out`` and ``lse`` of one another."""
     ours, _, stock = backend.partition(" or ")
-    if not stock:
-        return ours
-    if backward and torch.are_deterministic_algorithms_enabled():  # stock operators may add up dq in any order
-        return ours
-    if query.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":  # ours take one product then
-        return ours
+    return ours if not stock or why_not_stock(problem, query, backward=backward) else stock
+
+
+def why_not_stock(problem: Problem, query: Tensor, *, backward: bool) -> str:
+    """Why our kernels run where stock operators could; empty where those are faster."""
+    if backward and torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are asked for, and PyTorch's operators may add up dq in any order"
+    if query.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return "float32 products may be TF32 here, which ours then are"
+    pairs, few = _pieces(problem, query.shape[-1], one_merge=fused.serves(query))
+    if pairs < _sdpa_from_pairs(query.dtype, query.shape[-1])[backward]:
+        return length_rule(problem, query, backward=backward)
+    return "" if few else "PyTorch's operators would need more calls than one merge takes"
+
+
+def length_rule(problem: Problem, query: Tensor, *, backward: bool) -> str:
+    """What decides between our kernels and stock operators, with the numbers of this problem."""
+    pairs, _ = _pieces(problem, query.shape[-1], one_merge=fused.serves(query))
     least = _sdpa_from_pairs(query.dtype, query.shape[-1])[backward]
-    return stock if _large_pieces(problem, query.shape[-1], least, one_merge=fused.serves(query)) else ours
+    rule = f"from {least:,} query-key pairs a call on" if least < math.inf else "never"
+    return f"for this type and head size PyTorch's operators are faster {rule}, here they have {pairs:,.0f}"
 
 
 @lru_cache(maxsize=256)
-def _large_pieces(problem: Problem, head_dim: int, least: float, *, one_merge: bool) -> bool:
+def _pieces(problem: Problem, head_dim: int, *, one_merge: bool) -> tuple[float, bool]:
+    """Pairs of a call of stock operators, on average, and whether the calls are as few as those that were measured."""
     # Half precision was measured with one merge.
-    enough = fused.pairs_per_piece(problem, head_dim) >= least
-    return enough and (not one_merge or fused.few_pieces(problem, head_dim))
+    return fused.pairs_per_piece(problem, head_dim), not one_merge or fused.few_pieces(problem, head_dim)

@@ -128,15 +128,34 @@ def _cuda_why_not(
     return why_not
 
 
+_flash_takes = _cuda_why_not("flash", (8, 0), _HALF, 8, 256)
+_efficient_takes = _cuda_why_not("memory-efficient", (5, 0), (torch.float32, *_HALF), 8, 1024)
+
+
+def _flash_why_not(request: Request) -> list[str]:
+    reasons = _flash_takes(request)
+    little_shared_memory = (8, 6) <= request.capability <= (8, 9) or request.capability[0] == 12
+    if 192 < request.head_dim <= 224 and little_shared_memory:
+        gpu = f"compute capability {request.capability}"
+        reasons.append(f"flash has no backward for head sizes 193 to 224 on GPUs of {gpu}, got {request.head_dim}")
+    return reasons
+
+
+def _efficient_why_not(request: Request) -> list[str]:
+    reasons = _efficient_takes(request)
+    if request.dtype == torch.bfloat16 and request.device == "cuda" and request.capability < (8, 0):
+        reasons.append(
+            f"memory-efficient takes bfloat16 from compute capability (8, 0) on, this GPU has {request.capability}"
+        )
+    return reasons
+
+
 # In the order of preference.
 KERNELS: tuple[tuple[TileKernel, Callable[[Request], list[str]]], ...] = (
     (TileKernel("CPU flash", _cpu_forward, _cpu_backward), _cpu_why_not),
     (TileKernel("cuDNN", _cudnn_forward, _cudnn_backward), _cuda_why_not("cuDNN", (8, 0), _HALF, 8, 128)),
-    (TileKernel("flash", _flash_forward, _flash_backward), _cuda_why_not("flash", (8, 0), _HALF, 8, 256)),
-    (
-        TileKernel("memory-efficient", _efficient_forward, _efficient_backward),
-        _cuda_why_not("memory-efficient", (5, 0), (torch.float32, *_HALF), 8, 1024),
-    ),
+    (TileKernel("flash", _flash_forward, _flash_backward), _flash_why_not),
+    (TileKernel("memory-efficient", _efficient_forward, _efficient_backward), _efficient_why_not),
 )
 
 

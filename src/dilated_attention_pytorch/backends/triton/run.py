@@ -1,4 +1,4 @@
-"""Launching the kernels: buffers, tables, one launch for the parts and one for the result."""
+"""Launching the kernels: buffers, tables, a launch for each level of parts, the last one for the result."""
 
 from __future__ import annotations
 

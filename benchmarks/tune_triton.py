@@ -1,11 +1,11 @@
-"""Tile sizes of the portable kernels in float32, dilated and over block lists, on one GPU: time and error of each.
+"""Tile sizes of the portable kernels, dilated and over block lists, on one GPU: time and error of each.
 
-    PYTHONPATH=src python3 benchmarks/tune_float32.py [--only 'dilated forward 64,blocks dq 128'] [--out FILE]
+    PYTHONPATH=src python3 benchmarks/tune_triton.py [--only 'float32 blocks dq 64,bfloat16 dilated dq 256'] [--out FILE]
 
 32,768 tokens, 768 numbers a row, the paper's pattern or random blocks of 128 of density 0.1. Edit CANDIDATES, run, and put
 the best into backends/triton/configs.py. A time of dq or dkv is that of the backward with the other kernel as shipped;
-`sdpa` is PyTorch's memory-efficient attention on strided views. An error is that of out, or the largest of dq, dk and dv,
-relative, by norms, against stock operators in float64 (2,048 tokens). Each candidate is compiled in a process of its own.
+`sdpa` is PyTorch's own attention on strided views. An error is that of out, or the largest of dq, dk and dv,
+relative, by norms, against plain products in float64 (2,048 tokens). Each candidate is compiled in a process of its own.
 """
 
 from __future__ import annotations
@@ -32,13 +32,21 @@ FORWARD = {64: [(128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2)], 128: [(128, 3
 DQ = {64: [(128, 32, 8, 1), (64, 32, 4, 2)], 128: [(32, 32, 4, 1), (32, 32, 8, 1)]}
 DKV = {64: [(32, 128, 8, 1), (32, 64, 4, 2)], 128: [(32, 32, 4, 1), (32, 32, 8, 1)]}
 CANDIDATES = {
-    f"{module} {kernel} {d}": [WITHOUT[d], *(Config(*sizes) for sizes in table[d])]
+    f"float32 {module} {kernel} {d}": [WITHOUT[d], *(Config(*sizes) for sizes in table[d])]
     for module in MODULES
     for kernel, table in (("forward", FORWARD), ("dq", DQ), ("dkv", DKV))
     for d in (64, 128)
 }
-CANDIDATES["dilated dq 256"] = [Config(32, 16, 8, 1, "ieee"), Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
-CANDIDATES["dilated dkv 256"] = [Config(16, 32, 8, 1, "ieee"), Config(16, 16, 8, 1), Config(16, 16, 4, 1)]
+CANDIDATES["float32 dilated dq 256"] = [Config(32, 16, 8, 1, "ieee"), Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
+CANDIDATES["float32 dilated dkv 256"] = [Config(16, 32, 8, 1, "ieee"), Config(16, 16, 8, 1), Config(16, 16, 4, 1)]
+# The first of each is shipped; of dq and dkv, it is the only one that spills in its loops.
+HALF_256 = {
+    "forward": [(64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2)],
+    "dq": [(64, 32, 8, 1), (64, 32, 8, 2), (64, 16, 8, 2), (128, 32, 8, 1), (32, 32, 4, 2)],
+    "dkv": [(32, 64, 8, 1), (32, 32, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (16, 64, 8, 1)],
+}
+for kernel, several in HALF_256.items():
+    CANDIDATES[f"bfloat16 dilated {kernel} 256"] = [Config(*sizes) for sizes in several]
 
 
 def pattern_of(module: str, n: int) -> Dilated | BlockSparse:
@@ -48,14 +56,14 @@ def pattern_of(module: str, n: int) -> Dilated | BlockSparse:
     return BlockSparse.custom((mask | torch.eye(n // 128, dtype=torch.bool)).to(gpu.GPU), block_size=128)
 
 
-def tensors(n: int, head_dim: int) -> list[torch.Tensor]:
-    shape = (1, n, 768 // head_dim, head_dim)
-    return [torch.randn(shape, device=gpu.GPU).requires_grad_() for _ in range(3)]
+def tensors(n: int, dtype: str, head_dim: str) -> list[torch.Tensor]:
+    shape = (1, n, 768 // int(head_dim), int(head_dim))
+    return [torch.randn(shape, device=gpu.GPU, dtype=getattr(torch, dtype)).requires_grad_() for _ in range(3)]
 
 
 def choose(name: str, config: Config) -> None:
     """Let the kernel of this name run like this, in this process."""
-    module, kernel, _ = name.split()
+    _, module, kernel, _ = name.split()
     MODULES[module]._configs = lambda *x: replace(SHIPPED[module](*x), **{kernel: config})
 
 
@@ -66,9 +74,9 @@ def grads(call, x: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]
 
 def error(name: str) -> float:
     """Of a few rows' worth of tokens: this also compiles what is timed afterwards."""
-    module, kernel, head_dim = name.split()
+    dtype, module, kernel, head_dim = name.split()
     torch.manual_seed(0)
-    x, pattern = tensors(2048, int(head_dim)), pattern_of(module, 2048)
+    x, pattern = tensors(2048, dtype, head_dim), pattern_of(module, 2048)
     dout = torch.randn_like(x[0])
     exact = grads(partial(attention, pattern=pattern, backend="eager"), [y.double() for y in x], dout.double())
     ours = grads(partial(attention, pattern=pattern, backend="triton"), x, dout)
@@ -82,8 +90,8 @@ def compiled(job: tuple[str, Config]) -> float:
 
 
 def milliseconds(name: str, backend: str) -> float:
-    module, kernel, head_dim = name.split()
-    x, pattern = tensors(2**15, int(head_dim)), pattern_of(module, 2**15)
+    dtype, module, kernel, head_dim = name.split()
+    x, pattern = tensors(2**15, dtype, head_dim), pattern_of(module, 2**15)
     call = partial(attention, *x, pattern, backend=backend)
     if kernel == "forward":
         return gpu.milliseconds(torch.no_grad()(call), 3)
@@ -101,8 +109,12 @@ def main() -> None:
     jobs = [(name, config) for name in names for config in CANDIDATES[name]]
     with multiprocessing.get_context("spawn").Pool(12, maxtasksperchild=1) as pool:
         errors = pool.map(compiled, jobs, chunksize=1)
-    report = {"command": "PYTHONPATH=src python3 benchmarks/tune_float32.py", **gpu.versions(), "rows": []}
-    print("kernel              rows, keys, warps, stages, products        ms   error")
+    report = {
+        "command": f"PYTHONPATH=src python3 benchmarks/tune_triton.py --only '{','.join(names)}'",
+        **gpu.versions(),
+        "rows": [],
+    }
+    print("kernel                        rows, keys, warps, stages, products        ms   error")
     for name in names:
         for backend, config, found in (
             ("sdpa", None, None),
@@ -113,7 +125,7 @@ def main() -> None:
             ms = milliseconds(name, backend)
             sizes = "sdpa" if config is None else str(astuple(config))
             report["rows"].append({"kernel": name, "config": sizes, "ms": ms, "error": found})
-            print(f"{name:19s} {sizes:36s} {ms:8.2f}  {'' if found is None else f'{found:.1e}'}", flush=True)
+            print(f"{name:29s} {sizes:36s} {ms:8.2f}  {'' if found is None else f'{found:.1e}'}", flush=True)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
