@@ -32,7 +32,7 @@ class Configs:
 # Keyed by (bytes per element, padded head size); the smallest padded head size that fits is taken.
 # The rows for head sizes 64 and 128 and the forward of (4, 256) are the best of a quick sweep on an H200 (float32:
 # benchmarks/tune_triton.py); the others are safe sizes that nobody has tuned. Not for float32: 64 rows, 8 warps and blocks
-# of 16. Triton 3.6 makes products of 8 columns then, and these read memory that is not theirs (docs/kernels.md, version 14).
+# of 16. Triton 3.6 makes products of 8 columns then, which read memory that is not theirs (docs/kernels.md, version 14).
 _HOPPER = {
     (2, 64): Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
     (2, 128): Configs(Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
