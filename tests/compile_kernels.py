@@ -1,14 +1,14 @@
-"""Compile the kernels without a GPU and print what they use, as JSON. Run by test_triton_compile.py.
+"""Compile kernels without a GPU and print what they use: a line of JSON in, one out. Run by test_triton_compile.py.
 
-    python tests/compile_kernels.py '[["forward", 2, 64, 64, 64, 4, 3]]'      kernel, element size, head size, config
-    python tests/compile_kernels.py '[["hopper forward", 64]]' kernel, head size [, final, group, parts, single]
-    python tests/compile_kernels.py '[["hopper joint", 64]]'                  the same, all gradients
-    python tests/compile_kernels.py '[["block forward", 2, 64, 128]]'         kernel, element size, head size, block size
-    python tests/compile_kernels.py '[["hopper block dq", 64, 128, true, 1]]' kernel, head size, block size, causal, group
-    python tests/compile_kernels.py '[["one merge", 64]]'                     kernel, head size
+    echo '["forward", 2, 64, 64, 64, 4, 3]' | python tests/compile_kernels.py      kernel, element size, head size, config
+    echo '["hopper forward", 64]' | ...                  kernel, head size [, final, group, parts, single]
+    echo '["hopper joint", 64]' | ...                    the same, all gradients
+    echo '["block forward", 2, 64, 128]' | ...           kernel, element size, head size, block size
+    echo '["hopper block dq", 64, 128, true, 1]' | ...   kernel, head size, block size, causal, group
+    echo '["one merge", 64]' | ...                       kernel, head size
 
-For sm_90, or for what a second argument says: 86, 100. In a process of its own, because the interpreter that the other
-tests use must be off when kernels are defined.
+For sm_90, or for what an argument says: 86, 100. In a process of its own, because the interpreter that the other tests use
+must be off when kernels are defined.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ HOPPER_BLOCKS = {
     "dq": hopper_block_dq.block_dq_kernel,
     "dkv": hopper_block_dkv.block_dkv_kernel,
 }
-CAPABILITY = int(sys.argv[2]) if __name__ == "__main__" and len(sys.argv) > 2 else 90
+CAPABILITY = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else 90
 RESULTS = ("OUT", "DQ", "DK", "DV")
 HALF = ("Q", "K", "V", "DOUT", *RESULTS)
 FLOAT = (
@@ -230,8 +230,8 @@ def compiled_usage(source, function, constants, size, options, single=()):
 
 
 if __name__ == "__main__":
-    for arguments in json.loads(sys.argv[1]):
-        name, *rest = arguments
+    for line in sys.stdin:
+        name, *rest = arguments = json.loads(line)
         family, _, kernel = name.rpartition(" ")
         families = {"hopper": hopper_usage, "hopper block": hopper_block_usage, "block": block_usage, "one": one_usage}
         used = families.get(family, usage)(kernel, *rest)

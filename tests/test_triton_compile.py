@@ -8,7 +8,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from functools import lru_cache
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -24,18 +27,28 @@ def compiled(arguments: list) -> dict:
     return used
 
 
-def compiled_together(several: list[list], capability: int = 90) -> list[dict]:
-    """In one process, whose start takes as long as two compilations."""
+@lru_cache
+def compiler(capability: int) -> tuple[subprocess.Popen, TextIO]:
+    """A process that compiles until this one ends, and its errors: its start takes as long as a compilation."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).parent / "compile_kernels.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, json.dumps(several), str(capability)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    command = [sys.executable, "-W", "ignore", Path(__file__).parent / "compile_kernels.py", str(capability)]
+    errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True), errors
+
+
+def compiled_together(several: list[list], capability: int = 90) -> list[dict]:
+    process, errors = compiler(capability)
+    answers = []
+    for case in several:
+        print(json.dumps(case), file=process.stdin, flush=True)
+        answers.append(process.stdout.readline())
+        if not answers[-1]:
+            compiler.cache_clear()
+            process.wait()
+            errors.seek(0)
+            raise AssertionError(f"{case}: {errors.read()}")
+    return [json.loads(answer) for answer in answers]
 
 
 # Bytes of registers that kernels may spill, by head size: dk and dv together do, and 256 columns.
@@ -81,17 +94,17 @@ def test_single_precision_kernels(kernel):
 
 # What other GPUs have the least of: a block of an RTX 30, 40 or 50 has 99 KiB. Bytes of registers that may be spilled.
 OTHER_SHARED_LIMIT = 101_376
-OTHER_SPILLS = {(2, 64): 0, (2, 128): 128, (2, 256): 128, (4, 64): 0, (4, 128): 256, (4, 256): 2_304}
+OTHER_SPILLS = {(2, 64): 0, (2, 256): 128, (4, 128): 256, (4, 256): 2_304}
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_tables_of_other_gpus(kernel):
-    """Compiled for Ampere, whose tensor cores Ada's are too; nothing of it has been run on either."""
+    """Compiled for Ampere, whose tensor cores Ada's are too; nothing of it has been run on either. Half of the table."""
     configs = {sizes: getattr(_OTHER[sizes], kernel) for sizes in OTHER_SPILLS}
     cases = [
         [kernel, *sizes, c.block_m, c.block_n, c.warps, c.stages, True, False, c.float32] for sizes, c in configs.items()
     ]
-    cases += [[f"block {kernel}", *sizes, 128] for sizes in ((2, 128), (4, 128))]
+    cases.append([f"block {kernel}", 4, 128, 128])
     for used in compiled_together(cases, 86):
         sizes = tuple(used["arguments"][1:3])
         assert used["warp_products"] == (configs[sizes].float32 == "tf32x3")
@@ -195,7 +208,7 @@ def test_hopper_kernel_of_all_gradients():
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_hopper_kernels_over_block_lists(kernel):
-    cases = [24, 128, True, 1], [48, 128, True, 1], [64, 128, True, 1], [96, 128, False, 1], [128, 256, False, 2]
+    cases = [24, 128, True, 1], [64, 128, True, 1], [96, 128, False, 1], [128, 256, False, 2]
     for used in compiled_together([[f"hopper block {kernel}", *case] for case in cases]):
         check_hopper(kernel, used)
 
