@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+import ranks
 from block_cases import config
 from dilated_attention_pytorch import BlockSparse, attention
 from dilated_attention_pytorch.distributed import shard_sequence
@@ -76,4 +76,4 @@ def work(rank: int, folder: str) -> None:
 
 
 def test_ranks_that_stall_and_die(tmp_path):
-    mp.spawn(work, (str(tmp_path),), nprocs=WORLD)
+    ranks.start(work, (str(tmp_path),), WORLD)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import block_oracle
+import ranks
 from block_cases import SIZE, config, table_of
 from dilated_attention_pytorch import (
     BlockSparse,
@@ -247,4 +247,4 @@ def work(rank: int, store: str) -> None:
 
 
 def test_the_same_as_on_one_device(tmp_path):
-    mp.spawn(work, (str(tmp_path / "store"),), nprocs=max(CASES))
+    ranks.start(work, (str(tmp_path / "store"),), max(CASES))

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oracle
+import ranks
 from dilated_attention_pytorch import BlockSparse, Dilated, attention
 
 pytestmark = [
@@ -225,7 +225,7 @@ def on_two_ranks(rank, store):
 
 def test_own_rows_of_ranks(tmp_path):
     """A rank's own queries with its own keys by Hopper kernels, all gradients at once; the rest by stock operators."""
-    mp.spawn(on_two_ranks, (str(tmp_path / "store"),), nprocs=2)
+    ranks.start(on_two_ranks, (str(tmp_path / "store"),), 2)
 
 
 def test_mistakes_are_found():

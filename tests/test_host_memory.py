@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+import ranks
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.distributed import Shards, host_memory, shard_sequence
 from dilated_attention_pytorch.distributed.host_memory import HostMemory, Pages
@@ -170,7 +170,7 @@ def work(rank: int, folder: str) -> None:
 
 
 def test_shared_memory(tmp_path):
-    mp.spawn(work, (str(tmp_path),), nprocs=WORLD)
+    ranks.start(work, (str(tmp_path),), WORLD)
 
 
 def test_a_fork_does_not_unpin(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import oracle
+import ranks
 from dilated_attention_pytorch import (
     BlockSparseRingDilatedAttention,
     Dilated,
@@ -226,7 +227,7 @@ def step(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def test_a_ddp_step_equals_a_single_process_step(tmp_path):
-    torch.multiprocessing.spawn(ddp_step, (str(tmp_path),), nprocs=2)
+    ranks.start(ddp_step, (str(tmp_path),), 2)
     alone = training_model()
     before = {name: x.clone() for name, x in alone.state_dict().items()}
     step(alone, training_batch())

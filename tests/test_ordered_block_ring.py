@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+import ranks
 from block_cases import SIZE, assert_same, config, ordered_attention, pattern_of, random_inputs, random_order, with_grads
 from dilated_attention_pytorch import (
     BlockSparse,
@@ -127,4 +127,4 @@ def work(rank: int, store: str) -> None:
 
 
 def test_the_definition_on_several_ranks(tmp_path):
-    mp.spawn(work, (str(tmp_path / "store"),), nprocs=max(RANKED))
+    ranks.start(work, (str(tmp_path / "store"),), max(RANKED))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import oracle
+import ranks
 from dilated_attention_pytorch import (
     Dilated,
     DilatedAttention,
@@ -220,4 +220,4 @@ def on_ranks(rank: int, store: str) -> None:
 
 
 def test_page_on_ranks(tmp_path):
-    mp.spawn(on_ranks, (str(tmp_path / "store"),), nprocs=WORLD)
+    ranks.start(on_ranks, (str(tmp_path / "store"),), WORLD)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import oracle
+import ranks
 from dilated_attention_pytorch import (
     Dilated,
     Hilbert,
@@ -257,7 +257,7 @@ def work(rank: int, store: str) -> None:
 
 
 def test_the_definition_on_any_number_of_ranks(tmp_path):
-    mp.spawn(work, (str(tmp_path / "store"),), nprocs=max(CASES))
+    ranks.start(work, (str(tmp_path / "store"),), max(CASES))
 
 
 @pytest.mark.parametrize("function", [shard_sequence, gather_sequence])

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import block_oracle
+import ranks
 from dilated_attention_pytorch import MultiheadDilatedAttention
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
 from test_block_ring import OneDevice
@@ -113,4 +113,4 @@ def check_distributed(rank: int, store: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_distributed(tmp_path, device):
     """Two ranks have the rows of one device."""
-    mp.spawn(check_distributed, (str(tmp_path / "store"), device), nprocs=2)
+    ranks.start(check_distributed, (str(tmp_path / "store"), device), 2)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ranks
 from dilated_attention_pytorch import (
     BlockSparse,
     Dilated,
@@ -353,7 +353,7 @@ def work(rank: int, store: str) -> None:
 
 
 def test_the_same_as_on_one_device(tmp_path):
-    mp.spawn(work, (str(tmp_path / "store"),), nprocs=max(CASES))
+    ranks.start(work, (str(tmp_path / "store"),), max(CASES))
 
 
 def test_without_a_group():

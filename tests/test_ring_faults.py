@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+import ranks
 from dilated_attention_pytorch import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingDistributedDilatedAttention,
@@ -303,12 +303,12 @@ def dying(rank: int, folder: str, before: bool) -> None:
 
 
 def test_mistakes_and_a_rank_that_stalls(tmp_path):
-    mp.spawn(work, (str(tmp_path),), nprocs=WORLD)
+    ranks.start(work, (str(tmp_path),), WORLD)
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_rank_that_dies(tmp_path, before):
-    mp.spawn(dying, (str(tmp_path), before), nprocs=WORLD)
+    ranks.start(dying, (str(tmp_path), before), WORLD)
 
 
 def test_differences_are_short():

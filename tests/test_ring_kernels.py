@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+import ranks
 from dilated_attention_pytorch import BlockSparse, Dilated, attention, backends, explain
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.distributed import Shards, local, simulate_ring
@@ -101,7 +101,7 @@ def work(rank: int, store: str) -> None:
 
 
 def test_the_same_as_on_one_device(tmp_path):
-    mp.spawn(work, (str(tmp_path / "store"),), nprocs=3)
+    ranks.start(work, (str(tmp_path / "store"),), 3)
 
 
 def test_what_auto_takes_for_own_rows():
@@ -183,4 +183,4 @@ def share_a_gpu(rank: int, store: str) -> None:
 @pytest.mark.gpu
 def test_own_rows_on_a_gpu(tmp_path):
     """Two ranks on one GPU, over gloo and host memory, as ``auto`` does it: as exact as PyTorch's operators on one."""
-    mp.spawn(share_a_gpu, (str(tmp_path / "store"),), nprocs=2)
+    ranks.start(share_a_gpu, (str(tmp_path / "store"),), 2)

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import ranks
 from dilated_attention_pytorch import Dilated, DilatedAttention, RingDilatedAttention, attention
 from dilated_attention_pytorch.distributed import gather_sequence, shard_sequence
 
@@ -69,7 +69,7 @@ def spawn(work: Callable[..., None], world: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(enter, (work, world, port), nprocs=world)
+    ranks.start(enter, (work, world, port), world)
 
 
 def enter(rank: int, work: Callable[..., None], world: int, port: int) -> None:
