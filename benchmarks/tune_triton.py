@@ -39,7 +39,7 @@ CANDIDATES = {
 }
 CANDIDATES["float32 dilated dq 256"] = [Config(32, 16, 8, 1, "ieee"), Config(32, 16, 4, 1), Config(16, 16, 4, 1)]
 CANDIDATES["float32 dilated dkv 256"] = [Config(16, 32, 8, 1, "ieee"), Config(16, 16, 8, 1), Config(16, 16, 4, 1)]
-# The first of each is shipped; of dq and dkv, it is the only one that spills in its loops.
+# The first of each is shipped; those of dq and dkv spill in their loops.
 HALF_256 = {
     "forward": [(64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2)],
     "dq": [(64, 32, 8, 1), (64, 32, 8, 2), (64, 16, 8, 2), (128, 32, 8, 1), (32, 32, 4, 2)],

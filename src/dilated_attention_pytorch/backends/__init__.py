@@ -104,22 +104,21 @@ def why_not_stock(problem: Problem, query: Tensor, *, backward: bool) -> str:
         return "deterministic algorithms are asked for, and PyTorch's operators may add up dq in any order"
     if query.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "float32 products may be TF32 here, which ours then are"
-    pairs, few = _pieces(problem, query.shape[-1], one_merge=fused.serves(query))
-    if pairs < _sdpa_from_pairs(query.dtype, query.shape[-1])[backward]:
+    if _pairs_per_piece(problem, query.shape[-1]) < _sdpa_from_pairs(query.dtype, query.shape[-1])[backward]:
         return length_rule(problem, query, backward=backward)
-    return "" if few else "PyTorch's operators would need more calls than one merge takes"
+    if fused.serves(query) and not _few_pieces(problem, query.shape[-1]):  # half precision was measured with one merge
+        return "PyTorch's operators would need more calls than one merge takes"
+    return ""
 
 
 def length_rule(problem: Problem, query: Tensor, *, backward: bool) -> str:
     """What decides between our kernels and stock operators, with the numbers of this problem."""
-    pairs, _ = _pieces(problem, query.shape[-1], one_merge=fused.serves(query))
+    pairs = _pairs_per_piece(problem, query.shape[-1])
     least = _sdpa_from_pairs(query.dtype, query.shape[-1])[backward]
     rule = f"from {least:,} query-key pairs a call on" if least < math.inf else "never"
     return f"for this type and head size PyTorch's operators are faster {rule}, here they have {pairs:,.0f}"
 
 
-@lru_cache(maxsize=256)
-def _pieces(problem: Problem, head_dim: int, *, one_merge: bool) -> tuple[float, bool]:
-    """Pairs of a call of stock operators, on average, and whether the calls are as few as those that were measured."""
-    # Half precision was measured with one merge.
-    return fused.pairs_per_piece(problem, head_dim), not one_merge or fused.few_pieces(problem, head_dim)
+# They walk over all pieces of a problem, of which there are many with many documents.
+_pairs_per_piece = lru_cache(maxsize=256)(fused.pairs_per_piece)
+_few_pieces = lru_cache(maxsize=256)(fused.few_pieces)
