@@ -1,6 +1,6 @@
 """Our kernels beside PyTorch's own on strided views (``sdpa``), by type, head size and length: what ``auto`` chooses by.
 
-    PYTHONPATH=src python3 benchmarks/choice_gpu.py [--only 'float32 128,bfloat16 256'] [--out FILE]
+    PYTHONPATH=src python3 benchmarks/choice_gpu.py [--only 'float32 128,bfloat16 256'] [--log2 12,13,15] [--out FILE]
 
 The paper's pattern, 768 numbers a row. Pairs are query-key pairs of a piece (pieces.py), on average: what the table in
 backends/__init__.py is about. Milliseconds of single calls; gpu.py has long sequences at the power limit. Kernels are
@@ -25,7 +25,6 @@ from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.problem import Problem
 
 KINDS = ("float32 64", "float32 128", "float32 256", "bfloat16 192", "bfloat16 256")
-LENGTHS = (2**12, 2**13, 2**15)
 
 
 def tensors(kind: str, n: int) -> list[torch.Tensor]:
@@ -50,22 +49,23 @@ def milliseconds(kind: str, n: int, backend: str, causal: bool, repeats: int = 5
 
 def compiled(job: tuple[str, bool]) -> None:
     kind, causal = job
-    milliseconds(kind, LENGTHS[0], ours(tensors(kind, 1)[0]), causal, repeats=1)
+    milliseconds(kind, 2**12, ours(tensors(kind, 1)[0]), causal, repeats=1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(KINDS), help="types and head sizes, separated by commas")
+    parser.add_argument("--log2", default="12,13,15", help="lengths, as powers of 2, separated by commas")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     kinds = options.only.split(",")
     with multiprocessing.get_context("spawn").Pool(10, maxtasksperchild=1) as pool:
         pool.map(compiled, [(kind, causal) for kind in kinds for causal in (False, True)], chunksize=1)
-    command = f"PYTHONPATH=src python3 benchmarks/choice_gpu.py --only '{options.only}'"
+    command = f"PYTHONPATH=src python3 benchmarks/choice_gpu.py --only '{options.only}' --log2 {options.log2}"
     report = {"command": command, **gpu.versions(), "rows": []}
     print("kind          tokens  causal  log2 pairs  forward ms, ours / sdpa   backward ms, ours / sdpa")
     for kind in kinds:
-        for n in LENGTHS:
+        for n in (2 ** int(x) for x in options.log2.split(",")):
             for causal in (False, True):
                 query = tensors(kind, n)[0]
                 problem = Problem.of(query, query, gpu.PAPER.spec, causal, None, None)

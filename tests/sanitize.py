@@ -34,6 +34,8 @@ if __name__ == "__main__":
         call(Dilated([96, 192], [1, 3]), name, 64, is_causal=True)
         tables.PART_NUMBERS = whole
     if "triton" in sys.argv:
+        call(Dilated([128, 256], [1, 2]), "triton", 256, is_causal=False)
+        call(blocks, "triton", 256, is_causal=True)
         for size in (64, 128, 256):
             call(Dilated([128, 256], [1, 2]), "triton", size, is_causal=size == 64, dtype=torch.float32)
             call(blocks, "triton", size, is_causal=size == 128, dtype=torch.float32)

@@ -28,15 +28,16 @@ NAMES = ("auto", *_BACKENDS)
 
 # By bytes of an element and largest head size: the fewest query-key pairs of a piece (pieces.py), on average, from which
 # stock operators are faster than our kernels, forward and backward; infinity: never. Without a gradient of lse, for which
-# stock operators run twice. One H200, milliseconds, ours / sdpa, of benchmarks/choice_gpu.py (results/h200_choice.json,
-# h200_choice_more.json); of half precision up to 128, benchmarks/gpu.py (h200_version13.json, h200_backward_choice.json,
-# h200_wide_rows.json).
+# stock operators run twice. One H200, milliseconds, ours / sdpa, of benchmarks/choice_gpu.py (float32:
+# results/h200_choice.json, h200_choice_more.json; half precision: h200_choice_256.json, h200_choice_256_long.json); of half
+# precision up to 128, benchmarks/gpu.py (h200_version13.json, h200_backward_choice.json, h200_wide_rows.json).
 _SDPA_FROM_PAIRS = {
     # 64: paper 31.9 / 36.3 and 75.3 / 95.3; 128: wide 19.9 / 24.2 and 66.4 / 68.7
     (2, 128): (math.inf, math.inf),
-    # 2**26.1 pairs 2.8 / 2.1 and 13.7 / 5.8; 2**23.7 0.99 / 0.97 and 4.2 / 2.1; 2**22.7 0.8 / 1.1 and 3.1 / 3.7;
-    # head size 192: 2**25.5 2.3 / 1.6 and 10.7 / 3.9; 2**24.1 1.0 / 1.3 and 4.7 / 2.7; 2**22.2 0.5 / 1.1 and 2.2 / 3.0
-    (2, 256): (3 * 2**23, 2**23),
+    # 2**29.5 pairs 13.7 / 12.6 and 64.1 / 38.5; 2**25.4 1.06 / 1.04 and 5.0 / 3.2; 2**24.1 0.62 / 0.74 and 2.7 / 3.0
+    (2, 192): (3 * 2**23, 2**24),
+    # 2**29.1 pairs 10.8 / 12.2 and 47.5 / 38.3; 2**25.0 0.92 / 0.99 and 3.6 / 3.1; 2**23.7 0.65 / 0.94 and 2.3 / 2.5
+    (2, 256): (math.inf, 2**24),
     # 2**27.1 pairs 9.2 / 15.5 and 33.8 / 36.5
     (4, 64): (math.inf, math.inf),
     # 2**26.6 pairs 11.5 / 11.5 and 42.6 / 33.4, 2**25.6 7.3 / 8.5 and 23.6 / 23.8: not worth sums in any order

@@ -30,13 +30,13 @@ class Configs:
 
 
 # Keyed by (bytes per element, padded head size); the smallest padded head size that fits is taken.
-# The rows for head sizes 64 and 128 and the forward of (4, 256) are the best of a quick sweep on an H200 (float32:
-# benchmarks/tune_triton.py); the others are safe sizes that nobody has tuned. Not for float32: 64 rows, 8 warps and blocks
-# of 16. Triton 3.6 makes products of 8 columns then, which read memory that is not theirs (docs/kernels.md, version 14).
+# The best of a quick sweep on an H200 (float32 and 256: benchmarks/tune_triton.py), but the gradients of (4, 256), which are
+# safe sizes that nobody has tuned. Not for float32: 64 rows, 8 warps and blocks of 16. Triton 3.6 makes products of 8
+# columns then, which read memory that is not theirs (docs/kernels.md, version 14).
 _HOPPER = {
     (2, 64): Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
     (2, 128): Configs(Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
-    (2, 256): Configs(Config(64, 64, 8, 2), Config(64, 32, 8, 1), Config(32, 64, 8, 1)),
+    (2, 256): Configs(Config(128, 64, 8, 2), Config(128, 32, 8, 1), Config(32, 32, 4, 2)),
     (4, 64): Configs(Config(128, 64, 8, 2), Config(128, 32, 8, 1), Config(32, 128, 8, 1)),
     (4, 128): Configs(Config(128, 32, 8, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     (4, 256): Configs(Config(32, 32, 8, 1), Config(32, 16, 8, 1, "ieee"), Config(16, 32, 8, 1, "ieee")),
