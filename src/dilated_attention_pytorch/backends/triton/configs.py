@@ -30,7 +30,7 @@ class Configs:
 
 
 # Keyed by (bytes per element, padded head size); the smallest padded head size that fits is taken.
-# The best of a quick sweep on an H200 (float32 and 256: benchmarks/tune_triton.py), but the gradients of (4, 256), which are
+# The best of a quick sweep on an H200 (float32 and 256: benchmarks/tune_triton.py), but gradients of (4, 256), which are
 # safe sizes that nobody has tuned. Not for float32: 64 rows, 8 warps and blocks of 16. Triton 3.6 makes products of 8
 # columns then, which read memory that is not theirs (docs/kernels.md, version 14).
 _HOPPER = {
