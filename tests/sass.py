@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 
+@lru_cache(maxsize=1)  # megabytes of text, which everything here begins with
 def instructions(sass: str) -> list[tuple[int, str]]:
     """Address and text."""
     found = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.MULTILINE)

@@ -31,9 +31,9 @@ def check(case, rank: int) -> None:
     n, own = sum(rows), slice(sum(rows[:rank]), sum(rows[: rank + 1]))
     options = {name: torch.tensor(x) for name, x in options.items()} | {"is_causal": causal, "return_lse": True}
     torch.manual_seed(0)
-    shapes = [(2, n, h, 16) for h in (heads, key_heads, key_heads)]
-    whole = [torch.randn(shape).requires_grad_() for shape in shapes]
-    dout = torch.randn(2, n, heads, 16)
+    samples = len(options["lengths"]) if "lengths" in options else 1
+    whole = [torch.randn(samples, n, h, 16).requires_grad_() for h in (heads, key_heads, key_heads)]
+    dout = torch.randn(samples, n, heads, 16)
     weights = torch.linspace(-1, 1, n * heads).view(heads, n)
 
     def run(call, inputs, dout, weights):
