@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -11,6 +12,8 @@ from hypothesis import settings
 # Triton reads this when a kernel is defined; on a GPU its kernels are compiled.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton") is not None:
+        import fast_interpreter  # noqa: F401
 
 # Processes side by side, each with a thread per core, spend their time waiting for one another.
 if "PYTEST_XDIST_WORKER" in os.environ:
