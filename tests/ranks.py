@@ -9,9 +9,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 # Importing PyTorch takes a rank 3 seconds. So one process does it, without threads and devices, and ranks are forks of it.
-# Without Triton there is no last one, and nothing that needs it.
-PRELOADED = ["torch.distributed", "dilated_attention_pytorch", "pytest", "hypothesis", "fast_interpreter"]
-multiprocessing.set_forkserver_preload(PRELOADED)
+multiprocessing.set_forkserver_preload(["torch.distributed", "dilated_attention_pytorch", "pytest", "hypothesis"])
 
 
 def start(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
