@@ -203,7 +203,7 @@ def test_hopper_kernel_of_all_gradients():
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_hopper_kernels_over_block_lists(kernel):
-    cases = [64, 128, True, 1], [96, 128, False, 1], [128, 256, False, 2]
+    cases = [24, 128, True, 1], [64, 128, True, 1], [96, 128, False, 1], [128, 256, False, 2]
     for used in compiled_together([[f"hopper block {kernel}", *case] for case in cases]):
         check_hopper(kernel, used)
 
