@@ -33,7 +33,7 @@ import torch._functorch.config
 from torch.nn.attention import flex_attention
 
 from dilated_attention_pytorch import BlockSparse, SparsePatternConfig, attention
-from dilated_attention_pytorch.backends.triton.block_tables import BlockTable
+from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable
 from dilated_attention_pytorch.blocks import call as block_call
 from dilated_attention_pytorch.blocks import ops as block_ops
 from dilated_attention_pytorch.measure import peak_extra_bytes

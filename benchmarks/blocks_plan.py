@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from dilated_attention_pytorch import SparsePatternConfig
-from dilated_attention_pytorch.backends.triton.block_tables import PackedLists
-from dilated_attention_pytorch.spans import spans
+from dilated_attention_pytorch.backends.gpu.block_tables import PackedLists
+from dilated_attention_pytorch.plan.sequences import spans
 
 RESULTS = Path(__file__).parent / "results" / "blocks_plan.json"
 TOKENS, BLOCK_SIZE = 2**20, 128

@@ -22,7 +22,7 @@ import torch
 from dilated_attention_pytorch import attention, fused
 from dilated_attention_pytorch.backends import choose
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.problem import Problem
+from dilated_attention_pytorch.plan.problem import Problem
 
 KINDS = ("float32 64", "float32 128", "float32 256", "bfloat16 192", "bfloat16 256")
 

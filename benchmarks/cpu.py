@@ -21,7 +21,7 @@ import torch
 import dilated_attention_pytorch
 from dilated_attention_pytorch import Dilated, attention, attention_weights
 from dilated_attention_pytorch.measure import peak_extra_bytes
-from dilated_attention_pytorch.plan import compile_plan
+from dilated_attention_pytorch.plan.tiles import compile_plan
 
 HEADS, HEAD_DIM, DENSE_LENGTH = 8, 64, 2048
 PATTERN = Dilated([2048, 4096, 8192, 16384], [1, 2, 4, 8])

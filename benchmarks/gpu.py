@@ -29,7 +29,7 @@ from baselines import METHODS
 import dilated_attention_pytorch
 from dilated_attention_pytorch import Dilated, attention, attention_weights
 from dilated_attention_pytorch.measure import peak_extra_bytes
-from dilated_attention_pytorch.plan import compile_plan
+from dilated_attention_pytorch.plan.tiles import compile_plan
 
 GPU = torch.device("cuda")
 

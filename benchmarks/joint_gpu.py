@@ -20,7 +20,7 @@ import torch
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.backends.hopper import run
 from dilated_attention_pytorch.backends.hopper.configs import configs
-from dilated_attention_pytorch.problem import Problem
+from dilated_attention_pytorch.plan.problem import Problem
 
 # Pattern, tokens, heads, key heads, head size.
 SETTINGS = {

@@ -16,8 +16,8 @@ import torch
 from gpu import SETTINGS, graph_milliseconds, milliseconds, tensors, versions
 
 from dilated_attention_pytorch import attention
+from dilated_attention_pytorch.backends.gpu import launch as launching
 from dilated_attention_pytorch.backends.hopper import run as hopper
-from dilated_attention_pytorch.backends.triton import launch as launching
 from dilated_attention_pytorch.backends.triton import run as portable
 
 

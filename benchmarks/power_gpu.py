@@ -21,8 +21,8 @@ from gpu import GPU, PAPER, WIDE, versions
 
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.backends.hopper import run
-from dilated_attention_pytorch.plan import compile_plan
-from dilated_attention_pytorch.problem import Problem
+from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.plan.tiles import compile_plan
 
 TOKENS = 2**17
 QUERY = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader,nounits", "-lms", "50"]

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from dilated_attention_pytorch.backends.hopper.pieces import product_layout
+from dilated_attention_pytorch.backends.hopper.kernels.common import product_layout
 
 ROUNDS = 2000
 MULTIPROCESSORS = 132

@@ -34,7 +34,7 @@ from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.backends import sdpa
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.distributed import Shards
-from dilated_attention_pytorch.distributed.dilated import DilatedWork
+from dilated_attention_pytorch.distributed.dilated_work import DilatedWork
 from dilated_attention_pytorch.distributed.executor import Exchange, Job
 from dilated_attention_pytorch.distributed.host_memory import host_memory
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route

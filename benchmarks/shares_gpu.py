@@ -15,7 +15,7 @@ import gpu
 import torch
 
 from dilated_attention_pytorch import attention
-from dilated_attention_pytorch.backends.triton import tables
+from dilated_attention_pytorch.backends.gpu import tables
 
 ROUNDS = 4
 

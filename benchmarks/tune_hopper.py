@@ -21,8 +21,8 @@ from gpu import GPU, PAPER, WIDE, Setting, dense_rates, milliseconds
 from dilated_attention_pytorch.backends.hopper import run
 from dilated_attention_pytorch.backends.hopper.configs import Config, configs
 from dilated_attention_pytorch.backends.triton import run as portable
-from dilated_attention_pytorch.plan import compile_plan
-from dilated_attention_pytorch.problem import Problem
+from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.plan.tiles import compile_plan
 
 SETTINGS = {
     "D=64": Setting(PAPER, 2**18, 12, 64, 2048),

@@ -28,18 +28,19 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 import sass
-from dilated_attention_pytorch.backends.hopper import block_dkv as hopper_block_dkv
-from dilated_attention_pytorch.backends.hopper import block_dq as hopper_block_dq
-from dilated_attention_pytorch.backends.hopper import block_forward as hopper_block_forward
+from dilated_attention_pytorch.backends.gpu import parts
+from dilated_attention_pytorch.backends.gpu.kernels import backward, block_backward, block_forward, forward, merge
+from dilated_attention_pytorch.backends.gpu.launch import FUSED
 from dilated_attention_pytorch.backends.hopper import configs as hopper_configs
-from dilated_attention_pytorch.backends.hopper import dkv as hopper_dkv
-from dilated_attention_pytorch.backends.hopper import dq as hopper_dq
-from dilated_attention_pytorch.backends.hopper import forward as hopper_forward
-from dilated_attention_pytorch.backends.hopper import joint as hopper_joint
 from dilated_attention_pytorch.backends.hopper import run as hopper_run
-from dilated_attention_pytorch.backends.triton import backward, block_backward, block_forward, forward, merge, parts
+from dilated_attention_pytorch.backends.hopper.kernels import block_dkv as hopper_block_dkv
+from dilated_attention_pytorch.backends.hopper.kernels import block_dq as hopper_block_dq
+from dilated_attention_pytorch.backends.hopper.kernels import block_forward as hopper_block_forward
+from dilated_attention_pytorch.backends.hopper.kernels import dkv as hopper_dkv
+from dilated_attention_pytorch.backends.hopper.kernels import dq as hopper_dq
+from dilated_attention_pytorch.backends.hopper.kernels import forward as hopper_forward
+from dilated_attention_pytorch.backends.hopper.kernels import joint as hopper_joint
 from dilated_attention_pytorch.backends.triton.configs import block_configs, padded
-from dilated_attention_pytorch.backends.triton.launch import FUSED
 
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkv": backward.dkv_kernel}
 BLOCKS = {

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dilated_attention_pytorch.backends.triton.primitives import load_parts
+from dilated_attention_pytorch.backends.gpu.kernels.primitives import load_parts
 
 
 @triton.jit

@@ -10,8 +10,8 @@ import sys
 import torch
 
 from dilated_attention_pytorch import BlockSparse, Dilated, SparsePatternConfig, attention
+from dilated_attention_pytorch.backends.gpu import tables
 from dilated_attention_pytorch.backends.hopper import configs, run
-from dilated_attention_pytorch.backends.triton import tables
 
 
 def call(pattern: Dilated | BlockSparse, backend: str, head_dim: int, is_causal: bool, dtype=torch.bfloat16) -> None:

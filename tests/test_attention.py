@@ -59,8 +59,8 @@ def test_batches_of_several_tiles(backend, n, m, causal):
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_partial_results_cut_into_many_calls(backend, monkeypatch):
     """The pieces that bound memory on long sequences, forced on a short one."""
-    from dilated_attention_pytorch import tiles
     from dilated_attention_pytorch.backends import eager
+    from dilated_attention_pytorch.execute import loop as tiles
 
     monkeypatch.setattr(tiles, "part_limit", lambda query: 40)
     monkeypatch.setattr(eager, "_MAX_SCORES", 30)

@@ -11,8 +11,8 @@ import torch
 import block_oracle
 from block_cases import KINDS, SIZE, config, table_of
 from dilated_attention_pytorch import BlockSparse, SparsePatternConfig
-from dilated_attention_pytorch.blocks import rules
-from dilated_attention_pytorch.blocks.lists import BlockLists
+from dilated_attention_pytorch.patterns import rules
+from dilated_attention_pytorch.patterns.lists import BlockLists
 
 
 @pytest.mark.parametrize("causal", [False, True])

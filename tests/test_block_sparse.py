@@ -10,9 +10,10 @@ import torch
 
 import block_oracle
 from block_cases import KINDS, SIZE, assert_same, config, random_inputs, table_of, with_grads
-from dilated_attention_pytorch import BlockSparse, attention, attention_weights, tiles
+from dilated_attention_pytorch import BlockSparse, attention, attention_weights
 from dilated_attention_pytorch.blocks import ops as block_ops
-from dilated_attention_pytorch.blocks import tiles as block_tiles
+from dilated_attention_pytorch.execute import listed as block_tiles
+from dilated_attention_pytorch.execute import loop as tiles
 
 BACKENDS = ["reference", "sdpa", "eager"]
 

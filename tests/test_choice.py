@@ -12,7 +12,7 @@ import torch
 from dilated_attention_pytorch import Dilated, backends, explain, fused, ops
 from dilated_attention_pytorch.backends import sdpa
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.problem import Problem
+from dilated_attention_pytorch.plan.problem import Problem
 
 HOPPER = Request("cuda", (9, 0), torch.bfloat16, 64, 0.0)
 

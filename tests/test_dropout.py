@@ -8,7 +8,7 @@ import torch
 import oracle
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.backends import eager
-from dilated_attention_pytorch.dropout import mix, words
+from dilated_attention_pytorch.plan.dropout import mix, words
 from oracle import M32, plain_word
 
 

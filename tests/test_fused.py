@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oracle
-from dilated_attention_pytorch import Dilated, attention, fused, pieces, tiles
-from dilated_attention_pytorch.plan import compile_plan
-from dilated_attention_pytorch.problem import Problem
+from dilated_attention_pytorch import Dilated, attention, fused
+from dilated_attention_pytorch.execute import loop as tiles
+from dilated_attention_pytorch.execute import strided as pieces
+from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.plan.tiles import compile_plan
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine"),
@@ -29,7 +31,7 @@ def refuse(*_, **__):
 @pytest.fixture(autouse=True)
 def _one_merge(monkeypatch):
     """Every call of ``sdpa`` goes through the one kernel, in blocks of 32 rows."""
-    from dilated_attention_pytorch.backends.triton import parts
+    from dilated_attention_pytorch.backends.gpu import parts
 
     monkeypatch.setattr(fused, "serves", lambda query: True)
     monkeypatch.setattr(tiles, "forward", refuse)
@@ -146,7 +148,7 @@ def test_random_patterns(seed):
 
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
 def test_division(divisor, x):
-    from dilated_attention_pytorch.backends.triton.parts import division
+    from dilated_attention_pytorch.backends.gpu.parts import division
 
     magic, shift = division(divisor)
     assert magic < 2**32
@@ -155,7 +157,8 @@ def test_division(divisor, x):
 
 
 def test_tables_and_kernels_agree_on_columns():
-    from dilated_attention_pytorch.backends.triton import merge, parts
+    from dilated_attention_pytorch.backends.gpu import parts
+    from dilated_attention_pytorch.backends.gpu.kernels import merge
 
     assert len(parts.COLUMNS) == merge.COLUMNS.value
 

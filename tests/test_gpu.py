@@ -145,7 +145,7 @@ def test_auto_mixes_kernels(dtype, stock, monkeypatch):
 @pytest.mark.parametrize("rates", [[1, 2, 4], [2, 4, 12]], ids=["dense", "sums"])
 def test_shares_have_the_same_bits(rates, backend, causal, monkeypatch):
     """Parts of one share of samples or heads after the other, in the same memory: launches that overlap must not meet."""
-    from dilated_attention_pytorch.backends.triton import tables
+    from dilated_attention_pytorch.backends.gpu import tables
 
     pattern = Dilated([512, 1024, 4096], rates)
     if backend not in over_tables(torch.bfloat16, 64):

@@ -162,7 +162,7 @@ def test_block_lists_of_several_lengths(is_causal, install):
 def test_turns_do_not_depend_on_who_takes_them(is_causal, install, monkeypatch):
     """Windows of few items, more and fewer programs: dq is added up in the same order."""
     import gluon_on_cpu
-    from dilated_attention_pytorch.backends.hopper import turns
+    from dilated_attention_pytorch.backends.hopper.kernels import turns
 
     pattern, x = Dilated([384, 768], [1, 2]), tensors(768, 768, 64)
     found = []
@@ -264,7 +264,7 @@ def test_mistakes_are_found():
 )
 def test_shares_have_the_same_bits(pattern, batch, options, at_once, install, monkeypatch):
     """Parts of one share of samples or heads after the other, in the same memory."""
-    from dilated_attention_pytorch.backends.triton import tables
+    from dilated_attention_pytorch.backends.gpu import tables
 
     install(at_once=at_once)
     options = {name: torch.tensor(x) if isinstance(x, tuple) else x for name, x in options.items()}

@@ -14,11 +14,11 @@ import torch
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 from dilated_attention_pytorch import Dilated
-from dilated_attention_pytorch.backends.triton import launch as launching
-from dilated_attention_pytorch.backends.triton import tables
-from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
-from dilated_attention_pytorch.backends.triton.tables import work
-from dilated_attention_pytorch.problem import Problem
+from dilated_attention_pytorch.backends.gpu import launch as launching
+from dilated_attention_pytorch.backends.gpu import tables
+from dilated_attention_pytorch.backends.gpu.launch import Call, launch, launch_one
+from dilated_attention_pytorch.backends.gpu.tables import work
+from dilated_attention_pytorch.plan.problem import Problem
 
 
 class Kernel:

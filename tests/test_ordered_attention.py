@@ -93,7 +93,7 @@ def test_empty_batches_and_sequences(shape, backend):
 
 
 def test_partial_results_cut_into_many_calls(monkeypatch):
-    from dilated_attention_pytorch import tiles
+    from dilated_attention_pytorch.execute import loop as tiles
 
     monkeypatch.setattr(tiles, "part_limit", lambda query: 40)
     monkeypatch.setattr(eager, "_MAX_SCORES", 30)

@@ -36,7 +36,7 @@ from dilated_attention_pytorch.backends import eager
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.blocks import call as block_call
 from dilated_attention_pytorch.blocks import ops as block_ops
-from dilated_attention_pytorch.blocks import tiles as block_tiles
+from dilated_attention_pytorch.execute import listed as block_tiles
 
 
 def compare(kind, n, order, *, causal=True, backends=("reference", "eager"), heads=4, **options):
@@ -98,7 +98,7 @@ def test_rows_that_see_nothing_are_exactly_empty():
 def test_many_small_calls_and_tiles_that_do_not_count(kind, monkeypatch):
     """As on a device whose block numbers the host cannot read: short last blocks are computed everywhere, weight 0."""
     monkeypatch.setattr(block_tiles, "_host_reads", lambda x: False)
-    monkeypatch.setattr("dilated_attention_pytorch.tiles.part_limit", lambda query: 300)
+    monkeypatch.setattr("dilated_attention_pytorch.execute.loop.part_limit", lambda query: 300)
     monkeypatch.setattr(eager, "_MAX_SCORES", 200)
     for n in (32, 41):
         compare(kind, n, random_order(n, 2), backends=("eager",))

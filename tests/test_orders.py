@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from dilated_attention_pytorch import Hilbert, Identity, Order, Striped, ZigZag, hilbert
-from dilated_attention_pytorch.distributed.shards import Shards
+from dilated_attention_pytorch import Hilbert, Identity, Order, Striped, ZigZag
+from dilated_attention_pytorch.orders import hilbert
+from dilated_attention_pytorch.shards import Shards
 
 sizes = st.integers(0, 40)
 

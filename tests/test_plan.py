@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import oracle
 from dilated_attention_pytorch import Dilated
-from dilated_attention_pytorch.plan import compile_plan
+from dilated_attention_pytorch.plan.tiles import compile_plan
 
 
 def covered(plan) -> Counter:

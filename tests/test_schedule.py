@@ -13,7 +13,7 @@ import oracle
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.distributed.route import make_route
 from dilated_attention_pytorch.distributed.schedule import make_schedule
-from dilated_attention_pytorch.distributed.shards import Shards
+from dilated_attention_pytorch.shards import Shards
 
 
 @st.composite

@@ -7,9 +7,9 @@ import torch
 
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.distributed import Shards, simulate_ring
-from dilated_attention_pytorch.distributed.dilated import DilatedWork
+from dilated_attention_pytorch.distributed.dilated_work import DilatedWork
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
-from dilated_attention_pytorch.distributed.simulation import Shelf
+from dilated_attention_pytorch.distributed.simulate import Shelf
 
 CASES = [
     (Dilated([64, 512, 8192], [1, 4, 16]), Shards.even(1023, 5, "zigzag"), True),

@@ -136,7 +136,7 @@ def test_same_as_the_reference(options, mixing):
 @pytest.mark.parametrize("rates", [[1, 3], [2, 4]])
 def test_bit_for_bit(rates, monkeypatch):
     """One head of a sample after the other has the bits of all at once."""
-    from dilated_attention_pytorch.backends.triton import tables
+    from dilated_attention_pytorch.backends.gpu import tables
 
     tensors, pattern = inputs(2, 70, 70, 4, 2, 16), Dilated([24, 64], rates)
     dout, dlse = torch.randn_like(tensors[0]), torch.randn(2, 4, 70, device=DEVICE)
@@ -148,7 +148,7 @@ def test_bit_for_bit(rates, monkeypatch):
 
 def test_division_by_an_inverse():
     """As kernels do it, for numbers below 2**31: at multiples, just below them, and at the end."""
-    from dilated_attention_pytorch.backends.triton.tables import inverse
+    from dilated_attention_pytorch.backends.gpu.tables import inverse
 
     for divisor in [*range(1, 300), 5792, 2**16 - 1, 2**16 + 1, 185363, 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1]:
         factor, shift = inverse(divisor) % 2**32, inverse(divisor) >> 32
@@ -170,8 +170,8 @@ def test_every_row_has_one_writer_and_every_part_one_reader(
     n, m, lengths, causal, rates, by_keys, lengths_w, least_shares, monkeypatch
 ):
     """The tables alone: no two tiles write one row, and each part is read once, after it was written, where it lies."""
-    from dilated_attention_pytorch.backends.triton import tables
-    from dilated_attention_pytorch.problem import Problem
+    from dilated_attention_pytorch.backends.gpu import tables
+    from dilated_attention_pytorch.plan.problem import Problem
 
     problem = Problem(Dilated(lengths_w, rates), causal, 2, n, m, 3, 3, lengths, None)
     options = {"block": 32, "by_keys": by_keys, "head_dim": 64, "device": torch.device("cpu")}
@@ -239,8 +239,8 @@ def test_every_row_has_one_writer_and_every_part_one_reader(
 
 
 def test_a_denser_branch_adds_the_parts_of_the_sparser_ones_it_covers():
-    from dilated_attention_pytorch.backends.triton.tables import COLUMNS, work
-    from dilated_attention_pytorch.problem import Problem
+    from dilated_attention_pytorch.backends.gpu.tables import COLUMNS, work
+    from dilated_attention_pytorch.plan.problem import Problem
 
     pattern = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
     problem = Problem(pattern, False, 1, 2**16, 2**16, 12, 12, None, None)
@@ -253,8 +253,8 @@ def test_a_denser_branch_adds_the_parts_of_the_sparser_ones_it_covers():
 
 
 def test_a_branch_that_misses_rows_of_a_sparser_one_does_not_add_its_parts():
-    from dilated_attention_pytorch.backends.triton.tables import work
-    from dilated_attention_pytorch.problem import Problem
+    from dilated_attention_pytorch.backends.gpu.tables import work
+    from dilated_attention_pytorch.plan.problem import Problem
 
     for lengths, rates in (([16, 30, 45], [1, 2, 4]), ([16, 15, 32], [1, 2, 4]), ([16, 32, 32], [1, 2, 3])):
         problem = Problem(Dilated(lengths, rates), False, 1, 256, 256, 4, 4, None, None)
@@ -264,8 +264,8 @@ def test_a_branch_that_misses_rows_of_a_sparser_one_does_not_add_its_parts():
 
 def test_a_single_branch_adds_no_parts():
     """Hopper kernels are compiled without the code that looks for parts."""
-    from dilated_attention_pytorch.backends.triton.tables import work
-    from dilated_attention_pytorch.problem import Problem
+    from dilated_attention_pytorch.backends.gpu.tables import work
+    from dilated_attention_pytorch.plan.problem import Problem
 
     problem = Problem(Dilated([64], [1]), False, 1, 128, 128, 4, 4, None, None)
     todo = work(problem, block=128, by_keys=False, head_dim=64, device=torch.device("cpu"))
@@ -274,8 +274,8 @@ def test_a_single_branch_adds_no_parts():
 
 
 def test_parts_of_a_decoding_step_do_not_grow_with_the_sequence():
-    from dilated_attention_pytorch.backends.triton.tables import work
-    from dilated_attention_pytorch.problem import Problem
+    from dilated_attention_pytorch.backends.gpu.tables import work
+    from dilated_attention_pytorch.plan.problem import Problem
 
     pattern = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
     for keys in (10**5, 10**6):
@@ -285,7 +285,8 @@ def test_parts_of_a_decoding_step_do_not_grow_with_the_sequence():
 
 def test_rows_further_apart_than_32_bits_reach(monkeypatch):
     """A storage of 2**31 elements is too much for a test; the same kernel with 64-bit offsets on a small one is not."""
-    from dilated_attention_pytorch.backends.triton import run, tables
+    from dilated_attention_pytorch.backends.gpu import tables
+    from dilated_attention_pytorch.backends.triton import run
 
     tensors = inputs(1, 70, 70, 2, 1, 16)
     pattern = Dilated([24, 64], [1, 3])
@@ -306,7 +307,8 @@ def test_rows_further_apart_than_32_bits_reach(monkeypatch):
 
 
 def test_tables_and_kernels_agree_on_columns():
-    from dilated_attention_pytorch.backends.triton import primitives, tables
+    from dilated_attention_pytorch.backends.gpu import tables
+    from dilated_attention_pytorch.backends.gpu.kernels import primitives
 
     assert len(tables.COLUMNS) == primitives.COLUMNS.value
 

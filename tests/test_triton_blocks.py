@@ -263,7 +263,8 @@ def test_tables_are_made_once():
 
 
 def test_tables_and_kernels_agree_on_columns():
-    from dilated_attention_pytorch.backends.triton import block_forward, block_tables
+    from dilated_attention_pytorch.backends.gpu import block_tables
+    from dilated_attention_pytorch.backends.gpu.kernels import block_forward
 
     assert len(block_tables.COLUMNS) == block_forward.COLUMNS.value
 

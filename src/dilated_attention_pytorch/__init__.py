@@ -1,9 +1,7 @@
 """Dilated attention over very long sequences, exact on every device."""
 
 from dilated_attention_pytorch.api import attention, attention_weights, dilated_attention
-from dilated_attention_pytorch.blocks.pattern import BlockSparse, SparsePatternConfig
-from dilated_attention_pytorch.blocks.tiers import DistributedSparseConfig
-from dilated_attention_pytorch.explanation import Explanation, explain
+from dilated_attention_pytorch.explain import Explanation, explain
 from dilated_attention_pytorch.nn import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingDistributedDilatedAttention,
@@ -11,8 +9,10 @@ from dilated_attention_pytorch.nn import (
     MultiheadDilatedAttention,
     RingDilatedAttention,
 )
-from dilated_attention_pytorch.orders import Hilbert, Identity, Order, Striped, ZigZag
-from dilated_attention_pytorch.patterns import Dilated
+from dilated_attention_pytorch.orders.order import Hilbert, Identity, Order, Striped, ZigZag
+from dilated_attention_pytorch.patterns.blocks import BlockSparse, SparsePatternConfig
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.patterns.tiers import DistributedSparseConfig
 
 __all__ = [
     "BlockSparse",

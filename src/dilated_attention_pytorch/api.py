@@ -12,7 +12,6 @@ from dilated_attention_pytorch import backends, ops
 from dilated_attention_pytorch.backends import reference
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.blocks.call import block_attention, block_attention_weights
-from dilated_attention_pytorch.blocks.pattern import BlockSparse
 from dilated_attention_pytorch.checks import (
     INDEX_DTYPES,
     check_call,
@@ -25,16 +24,17 @@ from dilated_attention_pytorch.checks import (
     prepare,
     rows_in_order,
 )
-from dilated_attention_pytorch.merge import accumulate_dtype
-from dilated_attention_pytorch.orders import Identity, Order
-from dilated_attention_pytorch.patterns import Dilated
-from dilated_attention_pytorch.spans import host_cu_seqlens, host_lengths, spans
+from dilated_attention_pytorch.execute.merge import accumulate_dtype
+from dilated_attention_pytorch.orders.order import Identity, Order
+from dilated_attention_pytorch.patterns.blocks import BlockSparse
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.plan.sequences import host_cu_seqlens, host_lengths, spans
 
 if TYPE_CHECKING:  # a process without a group never imports torch.distributed
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dilated_attention_pytorch.distributed.shards import Shards
+    from dilated_attention_pytorch.shards import Shards
 
 
 @overload

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dilated_attention_pytorch.orders import Order
-from dilated_attention_pytorch.patterns import Dilated
+from dilated_attention_pytorch.orders.order import Order
+from dilated_attention_pytorch.patterns.dilated import Dilated
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)

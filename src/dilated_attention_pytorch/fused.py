@@ -11,10 +11,10 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.pieces import Cut, Piece, shared_rows
-from dilated_attention_pytorch.problem import Problem
-from dilated_attention_pytorch.spans import Span
-from dilated_attention_pytorch.tiles import TileKernel, lse_gradients, positive_scale
+from dilated_attention_pytorch.execute.loop import TileKernel, lse_gradients, positive_scale
+from dilated_attention_pytorch.execute.strided import Cut, Piece, shared_rows
+from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.plan.sequences import Span
 
 # A program of the merging kernel looks at every entry of its head: with more of them, merging piece by piece is as fast.
 _MOST_ENTRIES = 256
@@ -28,7 +28,7 @@ def serves(query: Tensor) -> bool:
 
 def few_pieces(problem: Problem, head_dim: int) -> bool:
     """Whether the merge of a problem is worth one kernel: thousands of documents are merged piece by piece."""
-    from dilated_attention_pytorch.backends.triton.parts import longest_list  # imports triton
+    from dilated_attention_pytorch.backends.gpu.parts import longest_list  # imports triton
 
     apart = Cut(problem, head_dim, None)  # samples that follow one another only make it less
     return max(longest_list(apart, by_keys=False), longest_list(apart, by_keys=True)) <= _MOST_ENTRIES
@@ -60,7 +60,7 @@ def forward(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, *, scale: float, kernel: TileKernel
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged."""
-    from dilated_attention_pytorch.backends.triton.parts import merge_parts  # imports triton
+    from dilated_attention_pytorch.backends.gpu.parts import merge_parts  # imports triton
 
     query, scale, _ = positive_scale(query, scale)
     cut = Cut(problem, query.shape[-1], shared_rows((query, key, value)))
@@ -88,7 +88,7 @@ def backward(
     kernel: TileKernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)``: the gradients of all tiles, summed, given the merged ``out`` and ``lse``."""
-    from dilated_attention_pytorch.backends.triton.parts import sum_parts  # imports triton
+    from dilated_attention_pytorch.backends.gpu.parts import sum_parts  # imports triton
 
     query, scale, sign = positive_scale(query, scale)
     lse_bnh = lse.transpose(1, 2).contiguous()

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch import backends, fused, tiles
+from dilated_attention_pytorch import backends, fused
 from dilated_attention_pytorch.backends import eager, sdpa
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.dropout import Dropout
-from dilated_attention_pytorch.merge import accumulate_dtype
-from dilated_attention_pytorch.problem import Problem
-from dilated_attention_pytorch.tiles import TileKernel
+from dilated_attention_pytorch.execute import loop as tiles
+from dilated_attention_pytorch.execute.loop import TileKernel
+from dilated_attention_pytorch.execute.merge import accumulate_dtype
+from dilated_attention_pytorch.plan.dropout import Dropout
+from dilated_attention_pytorch.plan.problem import Problem
 
 
 def tile_kernel(backend: str, query: Tensor) -> TileKernel:

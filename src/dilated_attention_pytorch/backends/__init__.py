@@ -14,7 +14,7 @@ from torch import Tensor
 from dilated_attention_pytorch import fused
 from dilated_attention_pytorch.backends import eager, hopper, reference, sdpa, triton
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.problem import Problem
+from dilated_attention_pytorch.plan.problem import Problem
 
 # In the order in which "auto" asks them: the measurements are in docs/kernels.md.
 _BACKENDS = {

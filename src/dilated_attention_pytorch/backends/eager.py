@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.tiles import Factors, TileKernel
+from dilated_attention_pytorch.execute.loop import Factors, TileKernel
 
 _MAX_SCORES = 2**25
 _MAX_FACTORS = 2**22  # the hash of dropout takes several 64-bit numbers per pair

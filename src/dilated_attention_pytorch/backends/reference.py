@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.dropout import Dropout
-from dilated_attention_pytorch.patterns import Dilated
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.plan.dropout import Dropout
 
 MAX_SCORES = 2**30  # B * H * N * M: 4 GiB in float32
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.request import DROPOUT_REASON, ORDER_REASON, Request
-from dilated_attention_pytorch.tiles import TileKernel
+from dilated_attention_pytorch.execute.loop import TileKernel
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)

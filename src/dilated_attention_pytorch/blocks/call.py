@@ -11,8 +11,6 @@ from dilated_attention_pytorch import backends, ops
 from dilated_attention_pytorch.backends import hopper, reference
 from dilated_attention_pytorch.backends.request import ORDER_REASON, Request
 from dilated_attention_pytorch.blocks import ops as block_ops
-from dilated_attention_pytorch.blocks.lists import BlockLists
-from dilated_attention_pytorch.blocks.pattern import BlockSparse
 from dilated_attention_pytorch.checks import (
     autocast,
     check_call,
@@ -22,11 +20,13 @@ from dilated_attention_pytorch.checks import (
     check_qkv,
     rows_in_order,
 )
-from dilated_attention_pytorch.dropout import Dropout
-from dilated_attention_pytorch.merge import accumulate_dtype
-from dilated_attention_pytorch.orders import Identity, Order
-from dilated_attention_pytorch.patterns import Dilated
-from dilated_attention_pytorch.spans import Span
+from dilated_attention_pytorch.execute.merge import accumulate_dtype
+from dilated_attention_pytorch.orders.order import Identity, Order
+from dilated_attention_pytorch.patterns.blocks import BlockSparse
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.patterns.lists import BlockLists
+from dilated_attention_pytorch.plan.dropout import Dropout
+from dilated_attention_pytorch.plan.sequences import Span
 
 
 def causal_by_position(pattern: Dilated | BlockSparse, order: Order | None, is_causal: bool) -> bool:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import ops
-from dilated_attention_pytorch.backends.triton.block_tables import BlockTable, PackedLists
-from dilated_attention_pytorch.backends.triton.tables import keep_for_device
-from dilated_attention_pytorch.blocks import rules
-from dilated_attention_pytorch.blocks import tiles as block_tiles
-from dilated_attention_pytorch.blocks.lists import BlockLists
-from dilated_attention_pytorch.blocks.pattern import SparsePatternConfig
-from dilated_attention_pytorch.dropout import Dropout
-from dilated_attention_pytorch.spans import Span, host_cu_seqlens, host_lengths, spans
+from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, PackedLists
+from dilated_attention_pytorch.backends.gpu.tables import keep_for_device
+from dilated_attention_pytorch.execute import listed as block_tiles
+from dilated_attention_pytorch.patterns import rules
+from dilated_attention_pytorch.patterns.blocks import SparsePatternConfig
+from dilated_attention_pytorch.patterns.lists import BlockLists
+from dilated_attention_pytorch.plan.dropout import Dropout
+from dilated_attention_pytorch.plan.sequences import Span, host_cu_seqlens, host_lengths, spans
 
 
 @lru_cache(maxsize=32)

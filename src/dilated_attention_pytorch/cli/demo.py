@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from dilated_attention_pytorch import Dilated, attention, attention_weights
 from dilated_attention_pytorch.cli.text import standard_library
 from dilated_attention_pytorch.measure import median_seconds, peak_extra_bytes
-from dilated_attention_pytorch.plan import compile_plan
+from dilated_attention_pytorch.plan.tiles import compile_plan
 
 HEADS = 8
 HEAD_DIM = 64

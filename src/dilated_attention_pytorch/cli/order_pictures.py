@@ -15,7 +15,7 @@ from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from dilated_attention_pytorch.cli.show import View
-from dilated_attention_pytorch.orders import Order
+from dilated_attention_pytorch.orders.order import Order
 
 _QUERY, _BORDER, _END = "#c8551b", "#33475b", "#b01030"
 _FIRST, _LAST = "o", "s"  # markers

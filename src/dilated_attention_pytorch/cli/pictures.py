@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from dilated_attention_pytorch.cli.demo import Row
-from dilated_attention_pytorch.patterns import Dilated
+from dilated_attention_pytorch.patterns.dilated import Dilated
 
 _DILATED, _DENSE, _REFERENCE = "#1f5fa8", "#c8551b", "#777777"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import Dilated, Hilbert, Identity, Order, Striped, ZigZag
-from dilated_attention_pytorch.compactness import perimeters
+from dilated_attention_pytorch.orders.compactness import perimeters
 
 ORDERS = ("hilbert", "row-major", "zigzag", "striped")
 _OF_RANKS = {"zigzag": ZigZag, "striped": Striped}

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dilated_attention_pytorch.distributed.shards import Shards
 from dilated_attention_pytorch.distributed.transport import backend_for, failure, resolve_group
+from dilated_attention_pytorch.shards import Shards
 
 # Hashes that the ranks of a group have agreed on; they are asked only where all lengths are known beforehand.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()

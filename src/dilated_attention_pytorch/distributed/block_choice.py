@@ -15,9 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention_pytorch.blocks.lists import BlockLists
-from dilated_attention_pytorch.blocks.pattern import BlockSparse, SparsePatternConfig
-from dilated_attention_pytorch.blocks.rules import add_to_blocks_, best_blocks
 from dilated_attention_pytorch.distributed.block_schedule import (
     BlockSchedule,
     Ranges,
@@ -27,10 +24,13 @@ from dilated_attention_pytorch.distributed.block_schedule import (
 )
 from dilated_attention_pytorch.distributed.block_work import BlockPlace, blocks_of, named_blocks, shared
 from dilated_attention_pytorch.distributed.route import Message
-from dilated_attention_pytorch.distributed.shards import Shards
 from dilated_attention_pytorch.distributed.transport import Parcel, Wire, failure
-from dilated_attention_pytorch.merge import accumulate_dtype
-from dilated_attention_pytorch.spans import Span, spans
+from dilated_attention_pytorch.execute.merge import accumulate_dtype
+from dilated_attention_pytorch.patterns.blocks import BlockSparse, SparsePatternConfig
+from dilated_attention_pytorch.patterns.lists import BlockLists
+from dilated_attention_pytorch.patterns.rules import add_to_blocks_, best_blocks
+from dilated_attention_pytorch.plan.sequences import Span, spans
+from dilated_attention_pytorch.shards import Shards
 
 
 def adaptive_places(

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from dilated_attention_pytorch.blocks.pattern import BlockSparse
 from dilated_attention_pytorch.distributed.block_choice import adaptive_places
 from dilated_attention_pytorch.distributed.block_work import BlockWork, make_work, static_work
 from dilated_attention_pytorch.distributed.cost import Costs, choose_transport
-from dilated_attention_pytorch.distributed.shards import Shards
 from dilated_attention_pytorch.distributed.transport import Wire
+from dilated_attention_pytorch.patterns.blocks import BlockSparse
+from dilated_attention_pytorch.shards import Shards
 
 
 def check_block_sharding(bucket_size: int | None, transport: str) -> None:

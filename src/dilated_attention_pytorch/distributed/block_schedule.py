@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dilated_attention_pytorch.distributed.shards import Shards
+from dilated_attention_pytorch.shards import Shards
 
 Ranges = tuple[range, ...]  # ascending, apart from one another, none empty
 

@@ -17,9 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.blocks import tiles as block_tiles
-from dilated_attention_pytorch.blocks.lists import BlockLists
-from dilated_attention_pytorch.blocks.pattern import BlockSparse, SparsePatternConfig
 from dilated_attention_pytorch.distributed.block_schedule import (
     BlockSchedule,
     BlockTransfer,
@@ -28,10 +25,13 @@ from dilated_attention_pytorch.distributed.block_schedule import (
 )
 from dilated_attention_pytorch.distributed.executor import Part
 from dilated_attention_pytorch.distributed.route import Message
-from dilated_attention_pytorch.distributed.shards import Shards
-from dilated_attention_pytorch.dropout import Dropout
-from dilated_attention_pytorch.pieces import Positions
-from dilated_attention_pytorch.spans import Span, spans
+from dilated_attention_pytorch.execute import listed as block_tiles
+from dilated_attention_pytorch.execute.strided import Positions
+from dilated_attention_pytorch.patterns.blocks import BlockSparse, SparsePatternConfig
+from dilated_attention_pytorch.patterns.lists import BlockLists
+from dilated_attention_pytorch.plan.dropout import Dropout
+from dilated_attention_pytorch.plan.sequences import Span, spans
+from dilated_attention_pytorch.shards import Shards
 
 
 @dataclass(frozen=True, slots=True)

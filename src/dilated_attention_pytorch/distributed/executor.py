@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch import tiles
 from dilated_attention_pytorch.distributed.route import Message
 from dilated_attention_pytorch.distributed.transport import Parcel, Transport
-from dilated_attention_pytorch.merge import accumulate_dtype
-from dilated_attention_pytorch.tiles import TileKernel
+from dilated_attention_pytorch.execute import loop as tiles
+from dilated_attention_pytorch.execute.loop import TileKernel
+from dilated_attention_pytorch.execute.merge import accumulate_dtype
 
 
 def _part_limit(query: Tensor) -> int:

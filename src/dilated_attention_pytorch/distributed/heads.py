@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.distributed.route import Message
-from dilated_attention_pytorch.distributed.shards import Shards
 from dilated_attention_pytorch.distributed.transport import Parcel, Wire
-from dilated_attention_pytorch.patterns import Dilated
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.shards import Shards
 
 
 def why_not(

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.blocks.pattern import BlockSparse
-from dilated_attention_pytorch.distributed.shards import Shards
-from dilated_attention_pytorch.patterns import Dilated
-from dilated_attention_pytorch.plan import Plan, compile_plan
-from dilated_attention_pytorch.spans import Span, spans
+from dilated_attention_pytorch.patterns.blocks import BlockSparse
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.plan.sequences import Span, spans
+from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
+from dilated_attention_pytorch.shards import Shards
 
 # "auto" takes the Hopper kernels from this many branches. They write the rows of all branches once, where stock operators
 # merge call by call, and of one branch cuDNN's kernels are the faster ones. Milliseconds, sdpa / hopper, forward and

@@ -14,24 +14,24 @@ from torch.distributed.device_mesh import DeviceMesh
 import dilated_attention_pytorch
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.blocks.call import causal_by_position, prepare_blocks
-from dilated_attention_pytorch.blocks.pattern import BlockSparse
 from dilated_attention_pytorch.checks import DTYPES, check_no_forward_derivative, check_order, prepare, rows_in_order
 from dilated_attention_pytorch.distributed import heads as ulysses
 from dilated_attention_pytorch.distributed import local
 from dilated_attention_pytorch.distributed.agreement import Facts, agree, agree_once, refuse
 from dilated_attention_pytorch.distributed.block_ring import block_work, check_block_sharding
 from dilated_attention_pytorch.distributed.cost import TRANSPORTS, Costs, choose_transport
-from dilated_attention_pytorch.distributed.dilated import DilatedWork
+from dilated_attention_pytorch.distributed.dilated_work import DilatedWork
 from dilated_attention_pytorch.distributed.executor import Job, RingAttention
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
-from dilated_attention_pytorch.distributed.shards import Shards, check_layout
 from dilated_attention_pytorch.distributed.transport import Wire, resolve_group
-from dilated_attention_pytorch.dropout import Dropout
-from dilated_attention_pytorch.merge import accumulate_dtype
+from dilated_attention_pytorch.execute.merge import accumulate_dtype
 from dilated_attention_pytorch.ops import rows_contiguous, tile_kernel
-from dilated_attention_pytorch.orders import Identity, Order
-from dilated_attention_pytorch.patterns import Dilated
-from dilated_attention_pytorch.spans import host_cu_seqlens, host_lengths
+from dilated_attention_pytorch.orders.order import Identity, Order
+from dilated_attention_pytorch.patterns.blocks import BlockSparse
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.plan.dropout import Dropout
+from dilated_attention_pytorch.plan.sequences import host_cu_seqlens, host_lengths
+from dilated_attention_pytorch.shards import Shards, check_layout
 
 
 def check_sharding(layout: str | Shards, bucket_size: int | None, transport: str, comm_dtype: torch.dtype | None) -> None:

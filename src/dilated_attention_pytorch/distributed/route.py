@@ -15,10 +15,10 @@ from functools import lru_cache
 from typing import Any
 
 from dilated_attention_pytorch.distributed.schedule import Schedule, Transfer, make_schedule
-from dilated_attention_pytorch.distributed.shards import Shards
-from dilated_attention_pytorch.patterns import Dilated
-from dilated_attention_pytorch.plan import Plan, compile_plan
-from dilated_attention_pytorch.spans import spans
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.plan.sequences import spans
+from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
+from dilated_attention_pytorch.shards import Shards
 
 
 @dataclass(frozen=True, slots=True)

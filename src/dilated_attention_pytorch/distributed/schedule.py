@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from dilated_attention_pytorch.distributed.shards import Shards
-from dilated_attention_pytorch.patterns import Dilated
-from dilated_attention_pytorch.plan import Plan, compile_plan
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
+from dilated_attention_pytorch.shards import Shards
 
 
 @dataclass(frozen=True, slots=True)

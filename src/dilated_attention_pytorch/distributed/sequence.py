@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.checks import check_is_order
 from dilated_attention_pytorch.distributed.agreement import Arguments, agree, refuse
-from dilated_attention_pytorch.distributed.shards import Shards, check_layout
 from dilated_attention_pytorch.distributed.transport import failure, resolve_group
-from dilated_attention_pytorch.orders import Order, check_dim
+from dilated_attention_pytorch.orders.order import Order, check_dim
+from dilated_attention_pytorch.shards import Shards, check_layout
 
 
 def rows_of(shards: Shards, rank: int, device: torch.device) -> Tensor:

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from dilated_attention_pytorch.api import attention
 from dilated_attention_pytorch.backends import check_name
-from dilated_attention_pytorch.blocks.pattern import BlockSparse
-from dilated_attention_pytorch.blocks.tiers import DistributedSparseConfig
 from dilated_attention_pytorch.checks import check_options
 from dilated_attention_pytorch.nn.projected import ProjectedAttention
 from dilated_attention_pytorch.nn.sharded import ShardedModule
-from dilated_attention_pytorch.orders import Order
-from dilated_attention_pytorch.patterns import Dilated
+from dilated_attention_pytorch.orders.order import Order
+from dilated_attention_pytorch.patterns.blocks import BlockSparse
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.patterns.tiers import DistributedSparseConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dilated_attention_pytorch.distributed.shards import Shards
+    from dilated_attention_pytorch.shards import Shards
 
 
 class TierAttention(ShardedModule):

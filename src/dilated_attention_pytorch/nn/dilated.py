@@ -10,8 +10,8 @@ from dilated_attention_pytorch.api import attention
 from dilated_attention_pytorch.backends import check_name
 from dilated_attention_pytorch.checks import check_options
 from dilated_attention_pytorch.nn.ordered import OrderedModule
-from dilated_attention_pytorch.orders import Order
-from dilated_attention_pytorch.patterns import Dilated
+from dilated_attention_pytorch.orders.order import Order
+from dilated_attention_pytorch.patterns.dilated import Dilated
 
 
 class DilatedAttention(OrderedModule):

@@ -11,13 +11,13 @@ from dilated_attention_pytorch.checks import check_no_sharding
 from dilated_attention_pytorch.nn.dilated import DilatedAttention
 from dilated_attention_pytorch.nn.projected import ProjectedAttention
 from dilated_attention_pytorch.nn.ring import RingDilatedAttention
-from dilated_attention_pytorch.orders import Order
+from dilated_attention_pytorch.orders.order import Order
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dilated_attention_pytorch.distributed.shards import Shards
+    from dilated_attention_pytorch.shards import Shards
 
 
 class MultiheadDilatedAttention(ProjectedAttention):

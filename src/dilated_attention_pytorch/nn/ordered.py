@@ -8,7 +8,7 @@ from typing import Self
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.checks import check_is_order, rows_in_order
-from dilated_attention_pytorch.orders import Order
+from dilated_attention_pytorch.orders.order import Order
 
 
 class OrderedModule(nn.Module):

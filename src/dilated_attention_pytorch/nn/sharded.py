@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from dilated_attention_pytorch.nn.ordered import OrderedModule
-from dilated_attention_pytorch.orders import Order
+from dilated_attention_pytorch.orders.order import Order
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from dilated_attention_pytorch.distributed.shards import Shards
+    from dilated_attention_pytorch.shards import Shards
 
 T = TypeVar("T")
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.hopper.block_dkv import block_dkv_kernel
-from dilated_attention_pytorch.backends.hopper.block_dq import block_dq_kernel
-from dilated_attention_pytorch.backends.hopper.block_forward import block_forward_kernel
+from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable
 from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, Config, configs
+from dilated_attention_pytorch.backends.hopper.kernels.block_dkv import block_dkv_kernel
+from dilated_attention_pytorch.backends.hopper.kernels.block_dq import block_dq_kernel
+from dilated_attention_pytorch.backends.hopper.kernels.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.hopper.run import (
     aligned,
     constants,
@@ -21,7 +22,6 @@ from dilated_attention_pytorch.backends.hopper.run import (
     scaled_query,
 )
 from dilated_attention_pytorch.backends.triton.block_run import forward_buffers, result_buffer
-from dilated_attention_pytorch.backends.triton.block_tables import BlockTable
 from dilated_attention_pytorch.backends.triton.run import LOG2_E, row_strides
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from dilated_attention_pytorch.problem import Problem
+from dilated_attention_pytorch.plan.problem import Problem
 
 ITEM_ROWS = 128  # that a program computes at once: 64 by each of its two groups of four warps
 

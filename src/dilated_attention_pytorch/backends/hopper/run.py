@@ -14,18 +14,18 @@ import torch
 import triton
 from torch import Tensor
 
+from dilated_attention_pytorch.backends.gpu.launch import Call, launch, launch_one
+from dilated_attention_pytorch.backends.gpu.tables import Launch, Work, work
 from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, Config, configs, joint_config
-from dilated_attention_pytorch.backends.hopper.dkv import dkv_kernel
-from dilated_attention_pytorch.backends.hopper.dq import dq_kernel
-from dilated_attention_pytorch.backends.hopper.forward import forward_kernel
-from dilated_attention_pytorch.backends.hopper.joint import joint_kernel
-from dilated_attention_pytorch.backends.hopper.pieces import PART_FACTS, in_fours
+from dilated_attention_pytorch.backends.hopper.kernels.common import PART_FACTS, in_fours
+from dilated_attention_pytorch.backends.hopper.kernels.dkv import dkv_kernel
+from dilated_attention_pytorch.backends.hopper.kernels.dq import dq_kernel
+from dilated_attention_pytorch.backends.hopper.kernels.forward import forward_kernel
+from dilated_attention_pytorch.backends.hopper.kernels.joint import joint_kernel
 from dilated_attention_pytorch.backends.triton import configs as portable
 from dilated_attention_pytorch.backends.triton import run
-from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
-from dilated_attention_pytorch.backends.triton.tables import Launch, Work, work
-from dilated_attention_pytorch.problem import Problem
-from dilated_attention_pytorch.tiles import positive_scale
+from dilated_attention_pytorch.execute.loop import positive_scale
+from dilated_attention_pytorch.plan.problem import Problem
 
 # Per thread at the start, without and with a third group: 12 or 16 warps share 65,536. Groups then take some from the others.
 START_REGISTERS = 168, 128

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.triton.block_backward import block_dkv_kernel, block_dq_kernel
-from dilated_attention_pytorch.backends.triton.block_forward import block_forward_kernel
-from dilated_attention_pytorch.backends.triton.block_tables import BlockTable
+from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable
+from dilated_attention_pytorch.backends.gpu.kernels.block_backward import block_dkv_kernel, block_dq_kernel
+from dilated_attention_pytorch.backends.gpu.kernels.block_forward import block_forward_kernel
+from dilated_attention_pytorch.backends.gpu.launch import launch_one
 from dilated_attention_pytorch.backends.triton.configs import Config, Configs, block_configs
-from dilated_attention_pytorch.backends.triton.launch import launch_one
 from dilated_attention_pytorch.backends.triton.run import (
     LOG2_E,
     capability,

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch import dropout
-from dilated_attention_pytorch.backends.triton.backward import delta_kernel, dkv_kernel, dq_kernel
+from dilated_attention_pytorch.backends.gpu.kernels.backward import delta_kernel, dkv_kernel, dq_kernel
+from dilated_attention_pytorch.backends.gpu.kernels.forward import forward_kernel
+from dilated_attention_pytorch.backends.gpu.launch import Call, launch, launch_one
+from dilated_attention_pytorch.backends.gpu.tables import SUM_ROWS, Work, work
 from dilated_attention_pytorch.backends.triton.configs import Config, Configs, configs, padded
-from dilated_attention_pytorch.backends.triton.forward import forward_kernel
-from dilated_attention_pytorch.backends.triton.launch import Call, launch, launch_one
-from dilated_attention_pytorch.backends.triton.tables import SUM_ROWS, Work, work
-from dilated_attention_pytorch.problem import Problem
+from dilated_attention_pytorch.plan import dropout
+from dilated_attention_pytorch.plan.problem import Problem
 
 LOG2_E = math.log2(math.e)
 # For launches that only add up parts.

@@ -1,0 +1,72 @@
+"""Shares of a problem: pieces of it that are computed one share after the other, in the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from dilated_attention_pytorch.plan.tiles import TileFamily
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """All key heads of some samples of a sequence, or some of one sample."""
+
+    sequence: int  # of those that the batch has, by its number
+    samples: range
+    key_heads: range
+
+
+def _cut(length: int, pieces: int) -> list[range]:
+    """So many pieces of nearly the same length.
+
+    >>> _cut(5, 3)
+    [range(0, 1), range(1, 3), range(3, 5)]
+    """
+    return [range(start, stop) for start, stop in pairwise(length * i // pieces for i in range(pieces + 1))]
+
+
+def shares_of(samples: Sequence[range], head_rows: Sequence[int], key_heads: int, most_rows: int) -> list[list[Piece]]:
+    """Pieces in as few shares as come without effort, of at most so many rows, or of one key head that has more.
+
+    ``samples`` and ``head_rows`` are of each sequence: its samples, and the rows of one key head of one of them. A sample
+    that fits into a share is not cut.
+
+    >>> [[(p.sequence, p.samples, p.key_heads) for p in share] for share in shares_of([range(3)], [10], 2, 40)]
+    [[(0, range(0, 2), range(0, 2))], [(0, range(2, 3), range(0, 2))]]
+    >>> [[(p.sequence, p.samples, p.key_heads) for p in share] for share in shares_of([range(1)] * 2, [1, 10], 3, 20)]
+    [[(0, range(0, 1), range(0, 3))], [(1, range(0, 1), range(0, 1))], [(1, range(0, 1), range(1, 3))]]
+    """
+    shares: list[list[Piece]] = [[]]
+    left = most_rows
+    for sequence, (some, rows) in enumerate(zip(samples, head_rows, strict=True)):
+        sample_rows = rows * key_heads
+        if sample_rows > most_rows:
+            pieces = -(-key_heads // max(1, most_rows // rows))
+            for sample in some:
+                shares += [[Piece(sequence, range(sample, sample + 1), heads)] for heads in _cut(key_heads, pieces)]
+            left = 0
+            continue
+        while some:
+            if sample_rows > left:
+                shares.append([])
+                left = most_rows
+            fitting = left // sample_rows if sample_rows else len(some)
+            shares[-1].append(Piece(sequence, some[:fitting], range(key_heads)))
+            left -= len(some[:fitting]) * sample_rows
+            some = some[fitting:]
+    return [share for share in shares if share]
+
+
+def of_heads(family: TileFamily, key_heads: range) -> TileFamily:
+    """The tiles of a family that belong to these key heads, which may be none."""
+    heads = family.key_heads
+    if heads[0] in key_heads and heads[-1] in key_heads:
+        return family
+    own = [i for i, g in enumerate(heads) if g in key_heads]
+    if not own:
+        return replace(family, key_heads=range(0))
+    shift = own[0] * family.head_row_step
+    heads = heads[own[0] : own[-1] + 1]
+    return replace(family, key_heads=heads, q_start=family.q_start + shift, k_start=family.k_start + shift)

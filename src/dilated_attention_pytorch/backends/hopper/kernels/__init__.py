@@ -1,0 +1,1 @@
+"""Warp-specialised kernels for Hopper GPUs, written in Gluon."""

@@ -1,0 +1,163 @@
+"""What the Hopper kernels over block lists share: items of a table of blocks, and which listed rows are masked.
+
+The tables are those of the portable kernels (backends/triton/block_tables.py). Listed rows are counted one after the other:
+with blocks of 128 and the list 3, 7, listed row 130 is row 7 * 128 + 2 of the sequence. Lists ascend, so only the first and
+the last entry may need a mask. An empty list of keys is served as one block of which nothing is seen.
+
+Only the producer reads the tables. What the groups have to know of an item it leaves in shared memory, as in pieces.py.
+
+Lists differ in length, so programs take items as they come to them, by a counter in memory, where the dilated kernels share
+them out beforehand. Tables begin with long lists, so all programs end at about the same time. Which program computes an
+item makes no difference to its result.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from dilated_attention_pytorch.backends.hopper.kernels.common import ROWS, known, leave, load_rows
+
+COLUMNS = gl.constexpr(8)  # of a table of blocks, see block_tables.COLUMNS
+# What the producer leaves of an item; not every kernel reads all of it. The places are those of its first row among the
+# (B, rows, heads) of a tensor, and among the (B, heads, rows) of statistics.
+FIRST, LENGTH, PLACE, STATISTICS_PLACE, COUNT, FIRST_ENTRY, LAST_ENTRY, LIST_AT = map(gl.constexpr, range(8))
+
+
+@gluon.jit
+def take_item(TAKEN, items):
+    """The next item that no program has taken, or -1."""
+    item = gl.atomic_add(TAKEN, 1, sem="relaxed")
+    return gl.where(item < items, item, -1)
+
+
+@gluon.jit
+def find_block_item(TABLE, rows, item, BLOCK_SIZE: gl.constexpr):
+    """The table row of an item, its head, the first of its 128 rows, its sample, and its sequence: rows of the tensors of
+    queries and of keys where it starts, and its length."""
+    PARTS: gl.constexpr = BLOCK_SIZE // ROWS
+    tile = item % (rows * PARTS)
+    head = item // (rows * PARTS)
+    row = TABLE + tile // PARTS * COLUMNS
+    sample = gl.load(row).to(gl.int32)
+    first = gl.load(row + 1).to(gl.int32) * BLOCK_SIZE + tile % PARTS * ROWS
+    starts = gl.load(row + 2).to(gl.int32), gl.load(row + 4).to(gl.int32)
+    length = gl.load(row + 5).to(gl.int32)
+    return row, head, first, sample, starts, length
+
+
+@gluon.jit
+def find_list(tables, row, head, first, length):
+    """The entries of a head's list: how many (none for rows behind the sequence), where, the first and the last."""
+    COUNTS, STARTS, INDICES = tables[1:4]
+    number = gl.load(row + 6) + head.to(gl.int64) * gl.load(row + 7)
+    at = gl.load(STARTS + number)
+    LIST = INDICES + at
+    count = gl.where(first < length, gl.load(COUNTS + number), 0)
+    some = count > 0
+    first_entry = gl.load(LIST, mask=some, other=0)
+    return count, at, first_entry, gl.load(LIST + gl.maximum(count - 1, 0), mask=some, other=0)
+
+
+@gluon.jit
+def leave_item(facts, slot, first, length, sample, start, head, rows, heads):
+    """Say which rows an item has, and where its results go: its sequence starts at row ``start`` of (B, rows, heads)."""
+    row = start + first
+    leave(facts, slot, FIRST, first)
+    leave(facts, slot, LENGTH, length)
+    leave(facts, slot, PLACE, (sample.to(gl.int64) * rows + row) * heads + head)
+    leave(facts, slot, STATISTICS_PLACE, (sample.to(gl.int64) * heads + head) * rows + row)
+
+
+@gluon.jit
+def leave_list(facts, slot, count, first_entry, last_entry):
+    """Say what the groups have to know of a list: not its entries, which only the producer loads."""
+    leave(facts, slot, COUNT, count)
+    leave(facts, slot, FIRST_ENTRY, first_entry)
+    leave(facts, slot, LAST_ENTRY, last_entry)
+
+
+@gluon.jit
+def leave_end(facts, number, full, empty):
+    """Say that no item follows."""
+    slot = number & 1
+    mbarrier.wait(empty.index(slot), (number >> 1 & 1) ^ 1)
+    leave(facts, slot, COUNT, -1)
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def wait_for_item(facts, number, full):
+    """Wait for what is known of the next item, for the groups; whether there is one."""
+    slot = number & 1
+    mbarrier.wait(full.index(slot), number >> 1 & 1)
+    return known(facts, slot, COUNT) >= 0
+
+
+@gluon.jit
+def known_list(facts, slot, WARPS: gl.constexpr = 4):
+    """How many entries a list has, its first and its last."""
+    return (
+        known(facts, slot, COUNT, WARPS).to(gl.int32),
+        known(facts, slot, FIRST_ENTRY, WARPS).to(gl.int32),
+        known(facts, slot, LAST_ENTRY, WARPS).to(gl.int32),
+    )
+
+
+@gluon.jit
+def listed_row(LIST, place, count, BLOCK_SIZE: gl.constexpr):
+    """The row of the sequence of a listed row; behind the list, where nothing is asked for, row 0 of a block."""
+    entry = place // BLOCK_SIZE
+    return gl.load(LIST + entry, mask=entry < count, other=0) * BLOCK_SIZE + place % BLOCK_SIZE
+
+
+@gluon.jit
+def load_listed_keys(
+    k_desc, v_desc, LIST, count, k_row, begin, end, counter, smem, bars,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """pieces.load_keys for blocks ``begin`` to ``end`` of listed keys, of which ``k_row`` is the first row.
+
+    The next one is looked up ahead of its turn. Returns the blocks so far, and the row of block ``end``.
+    """
+    k_smem, v_smem = smem
+    k_full, k_empty, v_full, v_empty = bars
+    for block in range(begin, end):
+        stage = counter % STAGES
+        phase = counter // STAGES & 1
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        load_rows(k_desc, k_row, k_full, k_smem, stage)
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        load_rows(v_desc, k_row, v_full, v_smem, stage)
+        k_row = listed_row(LIST, (block + 1) * BLOCK_N, count, BLOCK_SIZE)
+        counter += 1
+    return counter, k_row
+
+
+@gluon.jit
+def listed_keys(
+    count, last, first, length, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr
+):  # fmt: skip
+    """Of the keys listed for the query rows from ``first`` on: blocks of BLOCK_N, and how many of these need no mask.
+
+    Worked example: blocks of 128, causal, length 300. Rows 128 to 255 with the list 0, 1 have 2 blocks, 1 of them clear.
+    """
+    before = gl.maximum(count - 1, 0) * BLOCK_SIZE
+    seen = gl.minimum(length - last * BLOCK_SIZE, BLOCK_SIZE)
+    clear = seen
+    if CAUSAL:
+        clear = gl.maximum(gl.minimum(clear, first + 1 - last * BLOCK_SIZE), 0)
+        seen = gl.maximum(gl.minimum(seen, first + ROWS - last * BLOCK_SIZE), 0)
+    clear = gl.where(count > 0, before + clear, 0)
+    seen = gl.where(count > 0, before + seen, 0)
+    return gl.maximum((seen + BLOCK_N - 1) // BLOCK_N, 1), clear // BLOCK_N
+
+
+@gluon.jit
+def seen_listed(rows, count, last, length, CAUSAL: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """How many listed keys each query row sees: all before the last entry, and some of that."""
+    seen = rows * 0 + gl.minimum(length - last * BLOCK_SIZE, BLOCK_SIZE)
+    if CAUSAL:
+        seen = gl.minimum(gl.maximum(rows + 1 - last * BLOCK_SIZE, 0), seen)
+    return gl.where(count > 0, (count - 1) * BLOCK_SIZE + seen, 0)

@@ -1,0 +1,337 @@
+"""The forward kernel for Hopper: see pieces.py for how the work is shared out."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+)
+
+from dilated_attention_pytorch.backends.gpu.kernels.primitives import LN_2
+from dilated_attention_pytorch.backends.hopper.kernels.common import (
+    CAUSAL,
+    CHILDREN,
+    FIRST,
+    GROUPS,
+    K_AT,
+    K_ROWS,
+    LSE_PLACE,
+    PLACE,
+    Q_AT,
+    Q_ROWS,
+    STRIDE,
+    V_AT,
+    ZERO_KEYS,
+    allocate_barriers,
+    allocate_facts,
+    allocate_rows,
+    element,
+    find_item,
+    find_part,
+    item_positions,
+    key_blocks,
+    known,
+    leave,
+    leave_parts,
+    let_next_begin,
+    load_keys,
+    load_part,
+    load_rows,
+    look_up_parts,
+    product_layout,
+    result_row,
+    row_descriptor,
+    seen_keys,
+    store_part,
+    store_rows,
+    wait_for_last_launch,
+)
+from dilated_attention_pytorch.backends.hopper.kernels.products import wait_sums, whole_rows
+from dilated_attention_pytorch.backends.hopper.kernels.softmax import (
+    again,
+    allocate_flags,
+    attend_item,
+    is_online,
+    overflows,
+    raise_flag,
+)
+
+
+@gluon.jit
+def _load_item(
+    q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Ask for the query rows of both groups, then for keys and values, block by block as room comes free."""
+    q_smem, k_smem, v_smem = smem
+    q_full, q_empty = bars[:2]
+    q_desc = row_descriptor(q_at, q_rows, steps[0], D, 64, BLOCK_D)
+    k_desc = row_descriptor(k_at, k_rows, steps[1], D, BLOCK_N, BLOCK_D)
+    v_desc = row_descriptor(v_at, k_rows, steps[2], D, BLOCK_N, BLOCK_D)
+    for i in gl.static_range(GROUPS):
+        mbarrier.wait(q_empty.index(i), number & 1 ^ 1)
+        load_rows(q_desc, first + i * 64, q_full, q_smem, i)
+    return load_keys(k_desc, v_desc, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES)
+
+
+@gluon.jit
+def _look_ahead_pass(
+    number, tables, families, items, group, sizes, q_strides, k_strides, v_strides, facts, bars,
+    FINAL: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    N, H, G, parts = sizes
+    facts_full, done = bars[6], bars[7]
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
+            tables[0], families, item, group, False
+        )
+        zero_keys = gl.load(row + 14)
+        place = result_row(row, own_sample, sample, heads[0], tile, starts[0], first, N, H, FINAL)
+        lse_place = place
+        if FINAL:
+            lse_place = (sample.to(gl.int64) * H + heads[0]) * N + starts[0] + first
+        if PARTS > 0:
+            found = look_up_parts(tables, row, own_sample, heads[0], H, heads[1], G, parts, PARTS)
+        slot = number & 1
+        mbarrier.wait(done.index(slot), (number >> 1 & 1) ^ 1)
+        leave(facts, slot, FIRST, first)
+        leave(facts, slot, Q_ROWS, q_rows)
+        leave(facts, slot, K_ROWS, k_rows)
+        leave(facts, slot, STRIDE, stride)
+        leave(facts, slot, CAUSAL, causal)
+        leave(facts, slot, ZERO_KEYS, zero_keys)
+        leave(facts, slot, PLACE, place)
+        leave(facts, slot, LSE_PLACE, lse_place)
+        leave(facts, slot, Q_AT, element(q_strides, sample, starts[0], heads[0]))
+        leave(facts, slot, K_AT, element(k_strides, sample, starts[1], heads[1]))
+        leave(facts, slot, V_AT, element(v_strides, sample, starts[1], heads[1]))
+        if PARTS > 0:
+            leave_parts(facts, slot, row, starts[0], first, stride, found)
+        mbarrier.arrive(facts_full.index(slot), count=1)
+        number += 1
+    return number
+
+
+@gluon.jit
+def _look_ahead(
+    tables, families, items, group, sizes, q_strides, k_strides, v_strides, facts, bars, flags,
+    FINAL: gl.constexpr, PARTS: gl.constexpr, ONLINE: gl.constexpr,
+):  # fmt: skip
+    """Find items and leave what the others have to know of them. A warp of its own: the producer is not held up by it."""
+    let_next_begin()
+    number = _look_ahead_pass(
+        items * 0, tables, families, items, group, sizes, q_strides, k_strides, v_strides, facts, bars, FINAL, PARTS
+    )
+    if not ONLINE:
+        _look_ahead_pass(
+            number, tables, families, again(items, flags, 1), group, sizes, q_strides, k_strides, v_strides, facts, bars,
+            FINAL, PARTS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _produce_pass(
+    number, counter, tensors, items, row_strides, smem, facts, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    Q, K, V = tensors
+    facts_full = bars[6]
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        slot = number & 1
+        mbarrier.wait(facts_full.index(slot), number >> 1 & 1)
+        first = known(facts, slot, FIRST, 1).to(gl.int32)
+        q_rows = known(facts, slot, Q_ROWS, 1).to(gl.int32)
+        k_rows = known(facts, slot, K_ROWS, 1).to(gl.int32)
+        causal = known(facts, slot, CAUSAL, 1) != 0
+        stride = known(facts, slot, STRIDE, 1)
+        q_at = Q + known(facts, slot, Q_AT, 1)
+        k_at = K + known(facts, slot, K_AT, 1)
+        v_at = V + known(facts, slot, V_AT, 1)
+        blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N)
+        steps = stride * row_strides[0], stride * row_strides[1], stride * row_strides[2]
+        if slot == 0:
+            counter = _load_item(
+                q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
+                D, BLOCK_D, BLOCK_N, STAGES,
+            )  # fmt: skip
+        else:
+            counter = _load_item(
+                q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
+                D, BLOCK_D, BLOCK_N, STAGES,
+            )  # fmt: skip
+        number += 1
+    return number, counter
+
+
+@gluon.jit
+def _produce(
+    tensors, items, row_strides, smem, facts, bars, flags,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ONLINE: gl.constexpr,
+):  # fmt: skip
+    # Items and blocks of keys so far.
+    number, counter = _produce_pass(
+        items * 0, items * 0, tensors, items, row_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES
+    )
+    if not ONLINE:
+        _produce_pass(
+            number, counter, tensors, again(items, flags, 1), row_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES
+        )
+
+
+@gluon.jit
+def merge(out, factor, lse2, part_out, part_lse2):
+    """A row's result, ``factor * out``, which is never empty, and a part, which may be."""
+    larger2 = gl.maximum(lse2, part_lse2)
+    weight = gl.exp2(lse2 - larger2)
+    part_weight = gl.exp2(part_lse2 - larger2)
+    share = 1.0 / (weight + part_weight)
+    out = out * (weight * share * factor)[:, None] + part_out * (part_weight * share)[:, None]
+    return out, larger2 + gl.log2(weight + part_weight)
+
+
+@gluon.jit
+def _compute_pass(
+    number, counter, which: gl.constexpr, results, items, H, scale_log2, smem, facts, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
+    HELD: gl.constexpr, PARTS: gl.constexpr, ONLINE: gl.constexpr,
+):  # fmt: skip
+    PART_OUT, PART_LSE2, OUT, LSE = results
+    v_empty, facts_full, done = bars[5], bars[6], bars[7]
+    S: gl.constexpr = product_layout(BLOCK_N)
+    O: gl.constexpr = product_layout(BLOCK_D)
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+    none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
+    numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
+    own = which * 64 + numbers  # in an item
+    overflow = gl.full([64], 0, gl.int32, gl.SliceLayout(1, O))
+    for _ in range(gl.program_id(0), items, gl.num_programs(0)):
+        slot = number & 1
+        mbarrier.wait(facts_full.index(slot), number >> 1 & 1)
+        first = known(facts, slot, FIRST).to(gl.int32)
+        k_rows = known(facts, slot, K_ROWS).to(gl.int32)
+        causal = known(facts, slot, CAUSAL) != 0
+        blocks, clear_blocks = key_blocks(first, k_rows, causal, BLOCK_N)
+        begin = first + which * 64
+        seen = seen_keys(begin + gl.arange(0, 64, gl.SliceLayout(1, S)), k_rows, causal)
+        # Zero keys have logit 0 and value 0: they only start the denominator.
+        zero_keys = known(facts, slot, ZERO_KEYS).to(gl.float32)
+        m2 = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + gl.where(zero_keys > 0, 0.0, float("-inf"))
+        total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + zero_keys
+        sums, p, m2, total, divisor, stage, counter = attend_item(
+            which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
+            D, BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S,
+        )  # fmt: skip
+        # While the last product runs: the first part to be added.
+        inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, Q_ROWS).to(gl.int32)
+        if PARTS > 0:
+            wait_for_last_launch()
+            positions = item_positions(facts, slot, own)
+            places, there = find_part(facts, slot, 0, positions, inside, PARTS)
+            part_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
+            part_out = load_part(PART_OUT, places, there, D, BLOCK_D)
+        acc = whole_rows(wait_sums(sums, p, D, BLOCK_D), D, BLOCK_D)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+
+        total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
+        if not ONLINE:
+            overflow |= overflows(acc, total_o)
+        factor = 1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, O))
+        lse2 = gl.convert_layout(m2, gl.SliceLayout(1, O)) + gl.log2(total_o)
+        if PARTS > 0:
+            for child in range(1, known(facts, slot, CHILDREN).to(gl.int32)):
+                # The next part is asked for before the last one is added, if the registers have room for both.
+                places, there = find_part(facts, slot, child, positions, inside, PARTS)
+                next_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
+                if BLOCK_D == 128:
+                    acc, lse2 = merge(acc, factor, lse2, part_out, part_lse2)
+                next_out = load_part(PART_OUT, places, there, D, BLOCK_D)
+                if BLOCK_D < 128:
+                    acc, lse2 = merge(acc, factor, lse2, part_out, part_lse2)
+                part_lse2, part_out = next_lse2, next_out
+                factor = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, O))
+            out, lse2 = merge(acc, factor, lse2, part_out, part_lse2)
+        else:
+            out = acc * factor[:, None]
+        place = known(facts, slot, PLACE)
+        lse_place = known(facts, slot, LSE_PLACE) + which * 64
+        if FINAL:
+            gl.store(LSE + lse_place + numbers, lse2 * LN_2, mask=inside)
+            store_rows(OUT, out, (place + which * 64 * H) * D, H * D, numbers, inside, D, BLOCK_D)
+        else:
+            gl.store(PART_LSE2 + lse_place + numbers, lse2, mask=inside)
+            store_part(PART_OUT, out, place + which * 64, numbers, inside, D, BLOCK_D)
+        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
+        number += 1
+    return number, counter, overflow
+
+
+@gluon.jit
+def _compute(
+    which: gl.constexpr, results, items, H, scale_log2, smem, facts, bars, flags,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
+    HELD: gl.constexpr, PARTS: gl.constexpr, ONLINE: gl.constexpr,
+):  # fmt: skip
+    number, counter, overflow = _compute_pass(
+        items * 0, items * 0, which, results, items, H, scale_log2, smem, facts, bars,
+        D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, ONLINE,
+    )  # fmt: skip
+    if not ONLINE:
+        raise_flag(flags, which, overflow)
+        _compute_pass(
+            number, counter, which, results, again(items, flags, 4), H, scale_log2, smem, facts, bars,
+            D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, True,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["families", "items", "N", "H", "G", "parts"])
+def forward_kernel(
+    Q, K, V,
+    PART_OUT,  # (rows, D) float32, columns as store_part leaves them
+    PART_LSE2,  # (rows,) float32
+    OUT,  # (B, N, H, D)
+    LSE,  # (B, H, N) float32, natural logarithm
+    TABLE, LAYOUT, OFFSETS, families, items,
+    q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
+    N, H, G, group, parts, scale_log2,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    FINAL: gl.constexpr,  # write OUT, else parts
+    HELD: gl.constexpr,  # q stays in registers
+    PARTS: gl.constexpr,  # at most so many parts are added to each result, a power of 2; or none
+):  # fmt: skip
+    """Attention of the items of a table: blocks of 128 query rows over all keys of their tiles."""
+    dtype: gl.constexpr = Q.dtype.element_ty
+    ONLINE: gl.constexpr = is_online(dtype)
+    smem = (
+        allocate_rows(dtype, GROUPS, 64, BLOCK_D),
+        allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
+        allocate_rows(dtype, STAGES, BLOCK_N, BLOCK_D),
+    )
+    bars = (
+        allocate_barriers(GROUPS, 1),
+        allocate_barriers(GROUPS, 1),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, GROUPS),
+        allocate_barriers(STAGES, 1),
+        allocate_barriers(STAGES, GROUPS),
+        allocate_barriers(2, 1),
+        allocate_barriers(2, GROUPS),
+    )
+    facts = allocate_facts(PARTS)
+    flags = allocate_flags()
+    fence_async_shared()
+    strides = (
+        (q_stride_b, q_stride_n, q_stride_h),
+        (k_stride_b, k_stride_n, k_stride_h),
+        (v_stride_b, v_stride_n, v_stride_h),
+    )
+    results = PART_OUT, PART_LSE2, OUT, LSE
+    tables = TABLE, LAYOUT, OFFSETS
+    sizes = N, H, G, parts
+    gl.warp_specialize([
+        (_compute, (gl.constexpr(0), results, items, H, scale_log2, smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, ONLINE)),
+        (_compute, (gl.constexpr(1), results, items, H, scale_log2, smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, ONLINE)),
+        (_produce, ((Q, K, V), items, (q_stride_n, k_stride_n, v_stride_n), smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, ONLINE)),
+        (_look_ahead, (tables, families, items, group, sizes, strides[0], strides[1], strides[2], facts, bars, flags, FINAL, PARTS, ONLINE)),
+    ], [4, 1, 1], [232, 40, 40])  # fmt: skip

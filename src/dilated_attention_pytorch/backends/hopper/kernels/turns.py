@@ -1,0 +1,109 @@
+"""Programs that add to the same rows in memory, in a fixed order: so that sums have the same bits in every run.
+
+Several items, which have the same query rows and different keys, add to the same rows of dq. They do so in turns, the item of
+the last keys first: a counter in memory for each chunk of query rows of a tile says whose turn it is. Programs take items in
+that order as they come to them, so an item only ever waits for items that are being computed, never for ever. That also keeps
+waits short: programs that follow one another are a turn apart, and stay so from tile to tile.
+
+The last keys first, because of causal tiles: there an item begins with the chunk of rows that have its keys' positions, and is
+the first that adds to it. With the next chunk, the item behind it has begun. So items that begin together hardly wait:
+
+    chunk of rows     0   1   2   3
+    keys of item 0    0   1   2   3     when it is computed by each, from the begin of the item on
+    keys of item 1        0   1   2
+    keys of item 2            0   1
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dilated_attention_pytorch.backends.gpu.kernels.primitives import COLUMNS, find_family
+from dilated_attention_pytorch.backends.hopper.kernels.common import ROWS
+
+# Items of a window, or more: one and a half times as many as there are multiprocessors. More tiles at a time, or items further
+# apart, and what they read no longer stays in the L2 cache.
+TOGETHER = gl.constexpr(198)
+
+
+@gluon.jit
+def find_turn(TABLE, families, items, item, group):
+    """pieces.find_item by keys, with the last items of a tile first, and items of several tiles in turns.
+
+    Items of one tile that follow one another would begin at the same time and then wait for each other. Here the last items
+    of several tiles (a window) come first, then those before, and so on: programs that come free at the same time take items
+    of different tiles, and one that takes the next of a tile comes a turn later.
+
+    Worked example: 5 tiles of 2 items in windows of 3 and 2 tiles. Tiles 0 1 2 0 1 2 3 4 3 4, items 1 1 1 0 0 0 1 1 0 0.
+    """
+    row = find_family(TABLE, families, item)
+    index = (item - gl.load(row)).to(gl.int32)
+    k_rows = gl.load(row + 11).to(gl.int32)
+    turns = (k_rows + ROWS - 1) // ROWS
+    heads = gl.load(row + 4).to(gl.int32)
+    tiles = gl.load(row + 2).to(gl.int32)
+    # The items of a family end where those of the next begin, or with all.
+    more = row.to(gl.int64) < (TABLE + (families - 1) * COLUMNS).to(gl.int64)
+    end = gl.load(row + COLUMNS, mask=more, other=0)
+    all_tiles = (gl.where(more, end, items) - gl.load(row)).to(gl.int32) // turns
+    together = (TOGETHER + turns - 1) // turns
+    # Windows of nearly the same width: a last one of a single tile would have nothing to take turns with.
+    windows = gl.maximum(all_tiles // together, 1)
+    base = all_tiles // windows
+    wide = all_tiles - base * windows  # windows that are one tile wider, the first ones
+    split = wide * (base + 1) * turns
+    late = index >= split
+    width = gl.where(late, base, base + 1)
+    index -= gl.where(late, split, 0)
+    inside = index % (width * turns)
+    own = turns - 1 - inside // width
+    index = gl.where(late, wide * (base + 1), 0) + index // (width * turns) * width + inside % width
+    a = index % heads
+    index = index // heads
+    tile = index % tiles
+    own_sample = index // tiles
+    key_head = (gl.load(row + 5) + a * gl.load(row + 6)).to(gl.int32)
+    shift = tile * gl.load(row + 3) + a * gl.load(row + 7)
+    starts = (gl.load(row + 8) + shift).to(gl.int32), (gl.load(row + 10) + shift).to(gl.int32)
+    sample = (gl.load(row + 1) + own_sample).to(gl.int32)
+    q_rows = gl.load(row + 9).to(gl.int32)
+    stride = gl.load(row + 12).to(gl.int32)
+    causal = gl.load(row + 13) != 0
+    both = key_head * group, key_head
+    return row, own * ROWS, both, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal
+
+
+@gluon.constexpr_function
+def _wait_instruction(PENDING, READ):
+    return f"cp.async.bulk.wait_group{'.read' if READ else ''} {PENDING}; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def wait_additions(PENDING: gl.constexpr, READ: gl.constexpr):
+    """Wait until all but so many of this warp's additions are done, or (READ) have at least been read; for one warp.
+
+    The assemblers of Triton 3.6 and 3.9 make the same instruction of both.
+    """
+    x = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(_wait_instruction(PENDING, READ), "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_turn(COUNTER, turn):
+    """Wait until the counter says that it is this turn; for one warp that then adds."""
+    now = gl.atomic_add(COUNTER, 0, sem="acquire")
+    while now != turn:
+        now = gl.atomic_add(COUNTER, 0, sem="acquire")
+    # Additions go another way to memory than the counter: they come after what was just read.
+    x = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def pass_turn(COUNTER, turn, own):
+    """Let the next item add, after additions that are done. The last one, item 0, leaves the counter as the first one found
+    it."""
+    gl.atomic_xchg(COUNTER, gl.where(own == 0, 0, turn + 1), sem="release")

@@ -1,0 +1,1 @@
+"""Execution through stock kernels: one loop over strided and listed calls."""

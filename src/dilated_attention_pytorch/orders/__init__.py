@@ -1,0 +1,1 @@
+"""Orders: bijections of the positions of a sequence."""

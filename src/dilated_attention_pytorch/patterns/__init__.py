@@ -1,0 +1,1 @@
+"""Patterns: which positions meet. A pattern knows no sequence and no device."""

@@ -1,0 +1,296 @@
+"""Block-sparse patterns: which blocks of positions meet. Frozen; hashable (those with a mask by identity)."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.patterns import rules
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.patterns.lists import BlockLists
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+# The settings that only one type of pattern reads.
+_READ_BY = {
+    "local_window_size": "hierarchical",
+    "global_tokens": "global_local",
+    "segment_lengths": "dilated_sparse",
+    "dilation_rates": "dilated_sparse",
+}
+PATTERN_TYPES = ("local_window", "global_local", "dilated_sparse", "hierarchical", "adaptive")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+def check_block_size(block_size: Any) -> None:
+    """Raise if blocks of this size are not supported."""
+    if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size must be a power of two from 16 to 256, got {block_size!r}; 128 suits most sequences")
+
+
+def check_ratio(name: str, ratio: Any) -> None:
+    """Raise if this is no fraction of blocks."""
+    if isinstance(ratio, bool) or not isinstance(ratio, float | int) or not 0.0 < ratio <= 1.0:
+        raise ValueError(f"{name} is the fraction of blocks computed, 0 < ratio <= 1, got {ratio!r}; 0.1 computes 10 %")
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} counts tokens: it must be an integer, at least {least}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class SparsePatternConfig:
+    """Which key blocks a query block reads, out of the ``v`` that it sees: ``max(1, ceil(sparsity_ratio * v))``.
+
+    Its own block always comes first. The others, where "nearest" means the earlier one of two at the same distance:
+
+    * ``"local_window"``: the nearest.
+    * ``"global_local"``: the blocks that hold the first ``global_tokens`` tokens, then the nearest. Query blocks among the
+      former see everything, whatever the ratio.
+    * ``"dilated_sparse"``: in turns over branches (``segment_lengths``, ``dilation_rates``), the nearest block of the same
+      segment at a multiple of the rate, counted in blocks (a segment is ``ceil(length / block_size)`` of them); when the
+      branches are used up, the nearest.
+    * ``"hierarchical"``: in turns over levels, the nearest: level 0 has every block within ``local_window_size`` tokens
+      (w = ``ceil(local_window_size / block_size)`` blocks, at least 2), level l those at distances from ``w * 2**(l-1)`` to
+      below ``w * 2**l`` that are multiples of ``2**l``; when the levels are used up, the nearest.
+    * ``"adaptive"``: the highest products of the mean query and the mean key of the blocks, for each sample and head. The
+      choice is not differentiated.
+
+    ``sparsity_ratio`` is the fraction of blocks **computed**, read as a fraction with a denominator of at most a million.
+
+    >>> SparsePatternConfig("local_window", 0.1).block_size
+    128
+    """
+
+    pattern_type: str
+    sparsity_ratio: float
+    block_size: int = 128
+    local_window_size: int = 512  # tokens to each side, read by "hierarchical"
+    global_tokens: int = 64  # read by "global_local"
+    segment_lengths: Sequence[int] = ()  # tokens, read by "dilated_sparse"
+    dilation_rates: Sequence[int] = ()  # blocks, read by "dilated_sparse"
+
+    def __post_init__(self) -> None:
+        if self.pattern_type not in PATTERN_TYPES:
+            names = ", ".join(map(repr, PATTERN_TYPES))
+            raise ValueError(
+                f"pattern_type must be one of {names}, got {self.pattern_type!r}; for a mask of your own use "
+                "BlockSparse.custom(mask, block_size=...)"
+            )
+        check_ratio("sparsity_ratio", self.sparsity_ratio)
+        object.__setattr__(self, "sparsity_ratio", float(self.sparsity_ratio))
+        check_block_size(self.block_size)
+        _check_count("local_window_size", self.local_window_size, 1)
+        _check_count("global_tokens", self.global_tokens, 1)
+        for name in ("segment_lengths", "dilation_rates"):
+            values = getattr(self, name)
+            object.__setattr__(self, name, tuple(values) if isinstance(values, list | tuple) else values)
+        if self.segment_lengths or self.dilation_rates:
+            branches = Dilated(self.segment_lengths, self.dilation_rates)
+            object.__setattr__(self, "segment_lengths", branches.segment_lengths)
+            object.__setattr__(self, "dilation_rates", branches.dilation_rates)
+
+        for name, reader in _READ_BY.items():
+            if reader != self.pattern_type and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"{name} is read by {reader!r} alone, got {name}={getattr(self, name)} for {self.pattern_type!r}, "
+                    "whose blocks follow from sparsity_ratio; leave it out"
+                )
+
+    def check_complete(self) -> None:
+        """Raise if the pattern needs branches that are missing, or such as it cannot use."""
+        if self.pattern_type != "dilated_sparse":
+            return
+        rates = sorted(self.dilation_rates)
+        if not rates:
+            raise ValueError(
+                "pattern_type 'dilated_sparse' needs segment_lengths and dilation_rates, got none; write for example "
+                "SparsePatternConfig('dilated_sparse', 0.1, segment_lengths=[4096, 8192], dilation_rates=[1, 2])"
+            )
+        if any(b % a for a, b in pairwise(rates)):
+            raise ValueError(
+                f"the sorted dilation_rates of 'dilated_sparse' must divide one another, got {tuple(rates)}; use for "
+                "example 1, 2, 4"
+            )
+
+    @property
+    def ratio(self) -> Fraction:
+        """``sparsity_ratio`` as it is computed with."""
+        return Fraction(repr(self.sparsity_ratio)).limit_denominator(10**6)
+
+    @property
+    def spec(self) -> str:
+        """The configuration as one string, for operator schemas; ``from_spec`` reads it back."""
+        lengths, rates = (",".join(map(str, x)) for x in (self.segment_lengths, self.dilation_rates))
+        sizes = f"{self.block_size}|{self.local_window_size}|{self.global_tokens}"
+        return f"{self.pattern_type}|{self.sparsity_ratio!r}|{sizes}|{lengths}|{rates}"
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def from_spec(spec: str) -> SparsePatternConfig:
+        """The configuration that ``spec`` describes."""
+        kind, ratio, block_size, window, tokens, lengths, rates = spec.split("|")
+        branches = ([int(x) for x in values.split(",") if x] for values in (lengths, rates))
+        return SparsePatternConfig(kind, float(ratio), int(block_size), int(window), int(tokens), *branches)
+
+    def rows(self, first: int, blocks: int, is_causal: bool) -> rules.Rows:
+        """The query blocks ``first .. blocks - 1`` with their budgets."""
+        return rules.Rows.of(self.ratio, first, blocks, is_causal)
+
+    def lists(self, first: int, blocks: int, is_causal: bool, stop: int | None = None) -> BlockLists:
+        """The lists of the query blocks from ``first`` on of a sequence of so many blocks; not of ``"adaptive"``.
+
+        All of them, or those before ``stop``.
+
+        >>> SparsePatternConfig("local_window", 0.5).lists(2, 4, is_causal=True).indices.tolist()
+        [1, 2, 2, 3]
+        """
+        size, rows = self.block_size, self.rows(first, blocks, is_causal)[: (blocks if stop is None else stop) - first]
+        if self.pattern_type == "local_window":
+            pieces = rules.local_window(rows)
+        elif self.pattern_type == "global_local":
+            pieces = rules.global_local(rows, min(blocks, math.ceil(self.global_tokens / size)))
+        elif self.pattern_type == "hierarchical":
+            # From blocks + 1 on, a window holds everything.
+            pieces = rules.hierarchical(rows, max(2, min(blocks + 1, math.ceil(self.local_window_size / size))))
+        else:
+            assert self.pattern_type == "dilated_sparse"
+            segments = [min(blocks, math.ceil(length / size)) for length in self.segment_lengths]
+            pieces = rules.dilated_sparse(rows, tuple(zip(segments, self.dilation_rates, strict=True)))
+        counts, indices = rules.expand(pieces)
+        return BlockLists.packed(counts.long().view(1, 1, -1), indices, size, blocks, first)
+
+
+@dataclass(frozen=True)
+class BlockSparse:
+    """Block-sparse attention: blocks of ``block_size`` positions meet as a whole, the last block may be short.
+
+    Under ``is_causal``, blocks behind a query block are left out and its own block is causal inside. With an ``order`` as
+    well, blocks are of places and causality is of original positions: the lists are those of the call that is not causal,
+    and a row sees the listed keys whose original positions are not larger than its own.
+
+    >>> pattern = BlockSparse.from_config(SparsePatternConfig("local_window", 0.25, block_size=16))
+    >>> BlockSparse.custom(torch.eye(4, dtype=torch.bool), block_size=64).block_size
+    64
+    """
+
+    spec: str  # of the configuration, or "" where lists are given
+    block_size: int
+    given: BlockLists | None = None
+    given_causal: BlockLists | None = None
+    only_causal: bool = False  # the lists are those of a causal mask
+
+    @staticmethod
+    def from_config(config: SparsePatternConfig) -> BlockSparse:
+        """The pattern that a configuration describes, for any length."""
+        if not isinstance(config, SparsePatternConfig):
+            raise TypeError(f"config must be a SparsePatternConfig, got {type(config).__name__}")
+        config.check_complete()
+        return BlockSparse(config.spec, config.block_size)
+
+    @staticmethod
+    def custom(mask: Tensor, *, block_size: int = 128) -> BlockSparse:
+        """The pattern of a boolean mask of blocks, (query blocks, key blocks) or (query heads, query blocks, key blocks).
+
+        Block ``b`` holds the positions ``b * block_size`` and following, so a sequence of M positions has
+        ``ceil(M / block_size)`` key blocks. With fewer queries than keys, the mask has the query blocks that hold queries,
+        or all. A query block without a key block gives 0 (lse -inf).
+        """
+        check_block_size(block_size)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise TypeError(f"mask must be a boolean tensor, got {_described(mask)}; use torch.as_tensor(mask).bool()")
+        if mask.dim() not in (2, 3) or 0 in mask.shape or mask.shape[-2] > mask.shape[-1]:
+            raise ValueError(
+                "mask must be (query blocks, key blocks) or (query heads, query blocks, key blocks), with at most as many "
+                f"query blocks as key blocks and at least one: got {tuple(mask.shape)}"
+            )
+        if mask.is_meta:
+            raise ValueError(
+                "mask must have values, of which lists are made: got one on the meta device; make it on the CPU"
+            )
+        return BlockSparse._of_mask(mask, block_size)
+
+    @staticmethod
+    def from_flex(block_mask: BlockMask) -> BlockSparse:
+        """The pattern of a FlexAttention ``BlockMask`` for as many queries as keys.
+
+        Taken are masks whose blocks are full, or full but for the blocks on the diagonal, which are then causal inside, all
+        of them: such a pattern needs ``is_causal=True``. Its ``mask_mod`` is evaluated on partial blocks to find out.
+        """
+        from dilated_attention_pytorch.patterns.flex import read_block_mask  # imports FlexAttention
+
+        mask_shqk, block_size, is_causal = read_block_mask(block_mask)
+        check_block_size(block_size)
+        return BlockSparse._of_mask(mask_shqk, block_size, is_causal)
+
+    @staticmethod
+    def _of_mask(mask: Tensor, block_size: int, only_causal: bool = False) -> BlockSparse:
+        lists = BlockLists.from_mask(mask, block_size)
+        # The rows of a mask with fewer of them are the last blocks.
+        lists = BlockLists.packed(
+            lists.counts, lists.indices, block_size, lists.key_blocks, lists.key_blocks - lists.query_blocks
+        )
+        return BlockSparse("", block_size, lists, lists.causal(), only_causal)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the choice depends on the content."""
+        return self.spec.startswith("adaptive|")
+
+    @property
+    def digest(self) -> str:
+        """The pattern as a short text that two processes can compare: masks by a hash."""
+        return self.spec or _digest(self)
+
+    def check_call(self, batch: int, n: int, m: int, heads: int, *, is_causal: bool, packed: bool) -> None:
+        """Raise if the pattern cannot serve ``n`` queries over ``m`` positions."""
+        if self.given is None:
+            return
+        samples, mask_heads, rows = self.given.counts.shape
+        if packed:
+            raise ValueError(
+                "a mask of blocks belongs to one sequence, so it excludes cu_seqlens; call once for each document, or "
+                "build the pattern with BlockSparse.from_config, which fits any length"
+            )
+        if self.only_causal and not is_causal:
+            raise ValueError("this BlockMask is causal on its diagonal: pass is_causal=True, got is_causal=False")
+        if samples not in (1, batch) or mask_heads not in (1, heads):
+            raise ValueError(
+                f"the mask is for {samples} sample(s) and {mask_heads} query head(s) (1 serves any number), got {batch} "
+                f"and {heads}"
+            )
+        keys, size = self.given.key_blocks, self.block_size
+        touched = keys - (m - n) // size
+        if keys != -(-m // size) or rows not in (keys, touched):
+            raise ValueError(
+                f"the mask of this pattern has {rows} x {keys} blocks of {size}: got {n} queries and {m} keys, which are "
+                f"{-(-m // size) - (m - n) // size} x {-(-m // size)} blocks; build a mask for this length"
+            )
+
+
+@lru_cache(maxsize=32)
+def _digest(pattern: BlockSparse) -> str:
+    shapes, content = [], hashlib.sha256()
+    for lists in (pattern.given, pattern.given_causal):
+        assert lists is not None
+        shapes.append("x".join(map(str, (*lists.counts.shape, lists.key_blocks))))
+        for x in (lists.counts.contiguous(), lists.starts.contiguous(), lists.indices.cpu()):
+            content.update(ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b"")  # NumPy may not be there
+    which = " causal" if pattern.only_causal else ""
+    return f"mask {shapes[0]} of blocks of {pattern.block_size}{which}, {content.hexdigest()[:16]}"
+
+
+def _described(x: Any) -> str:
+    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
