@@ -3,7 +3,8 @@
     python benchmarks/blocks_bytes.py [--docs]
 
 writes results/blocks_bytes.json; ``--docs`` makes the plot and the tables of docs/block_sparse.md from that file. No data
-is sent and no attention is computed: what goes over the wire is compared with the schedule in tests/test_block_ring.py.
+is sent and no attention is computed: what goes over the wire is compared with the schedule in
+tests/ranks/test_block_ring.py.
 """
 
 from __future__ import annotations

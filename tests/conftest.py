@@ -19,6 +19,8 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
+collect_ignore = ["support"]  # helpers; imported by the tests
+
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
 
@@ -28,7 +30,7 @@ def pytest_collection_modifyitems(items):
 
     Those that compile kernels come first: half a minute each, they would be what one process does while others are done.
     """
-    items.sort(key=lambda item: item.path.name != "test_triton_compile.py")
+    items.sort(key=lambda item: item.path.name != "test_compiled.py")
     if torch.cuda.is_available():
         return
     for item in items:

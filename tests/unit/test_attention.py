@@ -17,7 +17,7 @@ from dilated_attention_pytorch import Dilated, attention, attention_weights, dil
 from oracle import assert_same, random_inputs, with_grads
 
 BACKENDS = ["reference", "sdpa", "eager"]
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

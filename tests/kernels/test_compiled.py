@@ -19,6 +19,7 @@ import sass
 from dilated_attention_pytorch.backends.triton.configs import _HOPPER, _OTHER
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
+SCRIPT = Path(__file__).parents[1] / "support" / "compile_kernels.py"
 SHARED_LIMIT = 232_448  # bytes per block on sm_90
 
 
@@ -31,7 +32,7 @@ def compiled(arguments: list) -> dict:
 def compiler(capability: int) -> tuple[subprocess.Popen, TextIO]:
     """A process that compiles until this one ends, and its errors: its start takes as long as a compilation."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", Path(__file__).parent / "compile_kernels.py", str(capability)]
+    command = [sys.executable, "-W", "ignore", SCRIPT, str(capability)]
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True), errors

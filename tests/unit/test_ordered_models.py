@@ -23,11 +23,10 @@ from dilated_attention_pytorch import (
     attention,
     dilated_attention,
 )
-from oracle import assert_same, with_grads
-from test_dropout import M32, plain_word
+from oracle import M32, assert_same, plain_word, with_grads
 
 PATTERN = Dilated([8, 12, 100], [1, 3, 4])
-PAGE = (Path(__file__).parents[1] / "docs" / "orders.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "orders.md").read_text()
 WORLD = 2
 
 

@@ -1,4 +1,4 @@
-"""Stock operators with one merge, interpreted here in float32 through the public function; on a GPU see test_gpu.py."""
+"""Stock operators with one merge, interpreted here in float32 through the public function; on a GPU see tests/gpu."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dilated_attention_pytorch.plan.tiles import compile_plan
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU: test_gpu.py"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU: tests/gpu/test_dilated.py"),
     pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),  # where results are not taken
 ]
 

@@ -14,7 +14,7 @@ from block_cases import config
 from dilated_attention_pytorch import BlockSparse, attention
 from dilated_attention_pytorch.distributed import shard_sequence
 from dilated_attention_pytorch.distributed.transport import Wire
-from test_ring_faults import TIMEOUT_S, WORLD, init
+from test_faults import TIMEOUT_S, WORLD, init
 
 # With the number of the exchange at which rank 2 fails: of keys and values, of requests.
 CASES = {"hierarchical": (2, "keys and values"), "adaptive": (1, "requests")}

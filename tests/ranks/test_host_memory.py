@@ -16,7 +16,7 @@ from dilated_attention_pytorch.distributed import Shards, host_memory, shard_seq
 from dilated_attention_pytorch.distributed.host_memory import HostMemory, Pages
 from dilated_attention_pytorch.distributed.route import make_route
 from staged import Cudart, machines, mapped, open_files, staged
-from test_ring_faults import TIMEOUT_S, WORLD, check_call, check_failure, init
+from test_faults import TIMEOUT_S, WORLD, check_call, check_failure, init
 
 PATTERN = Dilated([8, 4096], [1, 2])
 

@@ -1,6 +1,7 @@
-"""Compile kernels without a GPU and print what they use: a line of JSON in, one out. Run by test_triton_compile.py.
+"""Compile kernels without a GPU and print what they use: a line of JSON in, one out. Run by tests/kernels/test_compiled.py.
 
-    echo '["forward", 2, 64, 64, 64, 4, 3]' | python tests/compile_kernels.py      kernel, element size, head size, config
+    echo '["forward", 2, 64, 64, 64, 4, 3]' | python tests/support/compile_kernels.py      kernel, element size, head size,
+                                                                                          config
     echo '["hopper forward", 64]' | ...                  kernel, head size [, final, group, parts, single]
     echo '["hopper joint", 64]' | ...                    the same, all gradients
     echo '["block forward", 2, 64, 128]' | ...           kernel, element size, head size, block size

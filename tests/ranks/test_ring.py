@@ -381,7 +381,7 @@ def test_without_a_group():
 
 def test_example():
     pytest.importorskip("typer")  # the text comes from the command line's package
-    script = Path(__file__).parents[1] / "examples" / "ring.py"
+    script = Path(__file__).parents[2] / "examples" / "ring.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--tokens", "600"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

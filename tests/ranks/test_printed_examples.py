@@ -99,8 +99,8 @@ def check_distributed(rank: int, store: str, device: str) -> None:
     assert weights is None
     whole = gather_sequence(out, dist.group.WORLD)
     torch.testing.assert_close(whole.cpu(), one(x, x, x, is_causal=True)[0], rtol=1e-4, atol=1e-4)
-    # What docs/block_sparse.md has for ranks; tests/test_block_explain.py runs the rest of the page.
-    page = (Path(__file__).parents[1] / "docs" / "block_sparse.md").read_text().split("## Across ranks")[1]
+    # What docs/block_sparse.md has for ranks; tests/unit/test_block_explain.py runs the rest of the page.
+    page = (Path(__file__).parents[2] / "docs" / "block_sparse.md").read_text().split("## Across ranks")[1]
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names = {"x": part.cpu()}
     exec(code, names)

@@ -198,7 +198,7 @@ def check_steps() -> None:
 
 def check_docs() -> None:
     """The page's code, run here as it stands, next to one device."""
-    page = Path(__file__).parents[1] / "docs" / "training.md"
+    page = Path(__file__).parents[2] / "docs" / "training.md"
     torch.set_default_dtype(torch.float64)
     names: dict = {}
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):

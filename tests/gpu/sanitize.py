@@ -1,6 +1,6 @@
 """Small calls of all attention kernels, forward and backward, for NVIDIA's sanitizer; on a Hopper GPU.
 
-PYTHONPATH=src compute-sanitizer --tool memcheck python3 tests/sanitize.py hopper triton
+PYTHONPATH=src compute-sanitizer --tool memcheck python3 tests/gpu/sanitize.py hopper triton
 """
 
 from __future__ import annotations

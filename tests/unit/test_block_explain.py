@@ -123,7 +123,7 @@ def test_memory_follows_what_is_read():
 
 def test_page(capsys):
     """The code of docs/block_sparse.md as it stands, up to what needs ranks, and what it prints."""
-    page = (Path(__file__).parents[1] / "docs" / "block_sparse.md").read_text().split("## Across ranks")[0]
+    page = (Path(__file__).parents[2] / "docs" / "block_sparse.md").read_text().split("## Across ranks")[0]
     names: dict[str, object] = {}
     for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(code, names)
