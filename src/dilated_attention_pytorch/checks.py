@@ -1,4 +1,4 @@
-"""Bad input: every message gives the rule, the values and the way out, before anything is computed."""
+"""Checks of single arguments: every error gives the rule, the values and a way out."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from dilated_attention_pytorch.dtypes import DTYPES, INDEX_DTYPES
 from dilated_attention_pytorch.orders.order import Order
+from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-INDEX_DTYPES = (torch.int32, torch.int64)
+from dilated_attention_pytorch.values import Inputs
 
 
-def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise if these are not tensors of attention."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
@@ -52,24 +51,35 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def check_pattern(pattern: Dilated) -> None:
-    """Raise if this is no pattern; callers serve a ``BlockSparse`` before they ask."""
-    if not isinstance(pattern, Dilated):
+def check_pattern(pattern: Any) -> None:
+    """Raise if this is not a pattern."""
+    if not isinstance(pattern, Dilated | BlockSparse):
         raise TypeError(
             f"pattern must be a Dilated or a BlockSparse, got {type(pattern).__name__}; write Dilated([2048, 4096], "
             "[1, 2]), BlockSparse.from_config(SparsePatternConfig(...)) or DistributedSparseConfig(...).pattern(shards)"
         )
 
 
-def check_no_forward_derivative(*tensors: Tensor) -> None:
-    """Operators without a forward-mode formula would drop the tangent in silence."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
-        raise NotImplementedError("forward-mode derivatives need backend='reference' (short sequences)")
+def check_number(name: str, value: Any) -> None:
+    """Raise if this is not a finite number or None."""
+    if isinstance(value, Tensor) or not isinstance(value, float | int | None):
+        hint = "; multiply the query by a learned scale instead" if name == "scale" else ""
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}{hint}")
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
 
 
-def _check_index_vector(name: str, x: Tensor | None, entries: int | None, device: torch.device) -> None:
+def check_seed(seed: Any) -> None:
+    """Raise if this is not a seed of dropout."""
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.is_floating_point():
+            raise ValueError(f"seed must be one integer, got a tensor of shape {tuple(seed.shape)} and {seed.dtype}")
+    elif seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
+        raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
+
+
+def check_index_vector(name: str, x: Any, entries: int | None, device: torch.device) -> None:
+    """Raise if this is not a vector of integers, with one entry per sample if ``entries`` is the batch size."""
     if x is None:
         return
     if not isinstance(x, Tensor):
@@ -83,19 +93,19 @@ def _check_index_vector(name: str, x: Tensor | None, entries: int | None, device
         raise ValueError(f"{name} must be on the device of query ({device}) or on the CPU, got {x.device}")
 
 
-def check_is_order(order: Order) -> None:
-    """Raise if this is no order."""
+def check_is_order(order: Any) -> None:
+    """Raise if this is not an order."""
     if not isinstance(order, Order):
         raise TypeError(f"order must be an Order, got {type(order).__name__}; write Order.from_permutation(p) for your own")
 
 
 def rows_in_order(order: Order | None, ordered: bool | None, sharded: bool) -> bool:
-    """Whether rows already lie in the order; raise if that does not go with the other arguments."""
+    """Whether rows are in the order already; raise if ``ordered`` does not go with the other arguments."""
     if not isinstance(ordered, bool | None):
         raise TypeError(f"ordered must be True, False or None, got {ordered!r}; pass the order itself as order")
     if order is None:
         if ordered:
-            raise ValueError("ordered=True says that rows already lie in an order: pass that order as order")
+            raise ValueError("ordered=True says that rows are in an order already: pass that order as order")
         return False
     if sharded and ordered is False:
         raise ValueError(
@@ -105,120 +115,17 @@ def rows_in_order(order: Order | None, ordered: bool | None, sharded: bool) -> b
     return sharded or bool(ordered)
 
 
-def check_order(
-    order: Order,
-    query: Tensor,
-    key: Tensor,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    *,
-    sharded: bool = False,
-) -> None:
-    """Raise if this is no order of the positions of these tensors, or of a sequence of which they are a shard."""
-    check_is_order(order)
-    if lengths is not None or cu_seqlens is not None:
+def check_order(order: Order, inputs: Inputs, *, sharded: bool) -> None:
+    """Raise if this is not an order of the rows of these tensors, or of a sequence of which they are a shard."""
+    query, keys = inputs.query, inputs.key.shape[1]
+    if not sharded and query.shape[1] != keys:
         raise ValueError(
-            "an order is of a whole sequence, so lengths and cu_seqlens do not go with it; call once for each sequence, "
-            "with its own order"
+            f"an order needs as many queries as keys, got {query.shape[1]} and {keys}; decode without an order"
         )
-    if not sharded and query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"an order needs as many queries as keys, got {query.shape[1]} and {key.shape[1]}; decode without an order"
-        )
-    if not sharded and len(order) != key.shape[1]:
-        raise ValueError(f"the order is over {len(order)} positions, got a sequence of {key.shape[1]}")
+    if not sharded and len(order) != keys:
+        raise ValueError(f"the order is over {len(order)} positions, got a sequence of {keys}")
     batch = order.positions.shape[:-1]
     if batch and batch[0] != query.shape[0]:
         raise ValueError(f"the order is for {batch[0]} samples, got a batch of {query.shape[0]}")
     if order.device != query.device:
         raise ValueError(f"the order is on {order.device} and query on {query.device}; use order.to({str(query.device)!r})")
-
-
-def check_options(scale: float | None, dropout_p: float, mixing_gradient: str) -> None:
-    """Raise if an option that does not depend on tensors is not one ``attention`` takes."""
-    if isinstance(scale, Tensor) or not isinstance(scale, float | int | None):
-        raise TypeError(
-            f"scale must be a number, got {type(scale).__name__}; multiply the query by a learned scale instead"
-        )
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    if not isinstance(dropout_p, float | int):
-        raise TypeError(f"the dropout probability must be a number, got {dropout_p!r}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"the dropout probability p must satisfy 0 <= p < 1, got {dropout_p}")
-    if mixing_gradient not in ("exact", "detached"):
-        raise ValueError(f"mixing_gradient must be 'exact' or 'detached', got {mixing_gradient!r}")
-
-
-def check_call(
-    query: Tensor,
-    key: Tensor,
-    is_causal: bool,
-    seed: int | Tensor | None,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Raise if these arguments do not fit one another."""
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}; other masks are not supported")
-    if isinstance(seed, Tensor):
-        if seed.numel() != 1 or seed.is_floating_point():
-            raise ValueError(f"seed must be one integer, got a tensor of shape {tuple(seed.shape)} and {seed.dtype}")
-    elif seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
-        raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
-    _check_index_vector("lengths", lengths, query.shape[0], query.device)
-    _check_index_vector("cu_seqlens", cu_seqlens, None, query.device)
-    if cu_seqlens is None:
-        return
-    if lengths is not None:
-        raise ValueError("lengths (padded samples) and cu_seqlens (packed documents) exclude one another; pass one")
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"cu_seqlens needs as many queries as keys, got {query.shape[1]} and {key.shape[1]}; decode one document at a "
-            "time instead"
-        )
-    if cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total, got {cu_seqlens.shape[0]}")
-
-
-def check_no_sharding(*, layout: Any, bucket_size: Any, transport: Any, comm_dtype: Any) -> None:
-    """Raise if an argument that says how rows travel was passed without a group."""
-    passed = {"layout": (layout, "contiguous"), "bucket_size": (bucket_size, None), "transport": (transport, "auto")}
-    for name, (given, default) in {**passed, "comm_dtype": (comm_dtype, None)}.items():
-        if given != default:
-            raise ValueError(f"{name} says how a sequence is sharded over a group: got {name}={given!r} without group")
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast does to the inputs of ``scaled_dot_product_attention``."""
-    if not all(isinstance(x, Tensor) for x in tensors):
-        return tensors  # refused below
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
-def prepare(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Dilated,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    mixing_gradient: str,
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Query, key, value and scale as they are computed with, after all checks that do not depend on the backend."""
-    check_pattern(pattern)
-    query, key, value = autocast(query, key, value)
-    check_qkv(query, key, value)
-    check_options(scale, dropout_p, mixing_gradient)
-    check_call(query, key, is_causal, seed, lengths, cu_seqlens)
-    pattern.check_key_heads(key.shape[2])
-    return query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale)

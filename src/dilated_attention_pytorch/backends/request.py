@@ -1,11 +1,16 @@
-"""What a backend needs to know to say whether it can serve a call."""
+"""What a backend needs to know to say whether it can serve a call, and what all backends have in common."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
+
+from dilated_attention_pytorch.call import Call
+from dilated_attention_pytorch.patterns.blocks import BlockSparse
+from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +21,45 @@ class Request:
     capability: tuple[int, int]  # of a CUDA device, else (0, 0)
     dtype: torch.dtype
     head_dim: int
-    dropout_p: float
-    ordered: bool = False  # causal under an order: pairs are masked by the positions of their rows
+    dropout_p: float = 0.0
+    masks_by_position: bool = False  # causal under an order
+    block_size: int | None = None  # of a block-sparse pattern
+    square: bool = True  # of a block-sparse pattern: as many queries as keys
 
     @staticmethod
-    def of(query: Tensor, dropout_p: float, ordered: bool = False) -> Request:
-        """The request that a call with this query makes."""
-        capability = torch.cuda.get_device_capability(query.device) if query.device.type == "cuda" else (0, 0)
-        return Request(query.device.type, capability, query.dtype, query.shape[-1], dropout_p, ordered)
+    def of(call: Call) -> Request:
+        """The request of a call."""
+        blocks = call.pattern if isinstance(call.pattern, BlockSparse) else None
+        return Request(
+            device=call.device.type,
+            capability=torch.cuda.get_device_capability(call.device) if call.device.type == "cuda" else (0, 0),
+            dtype=call.dtype,
+            head_dim=call.head_dim,
+            dropout_p=call.dropout_p,
+            masks_by_position=call.masks_by_position,
+            block_size=None if blocks is None else blocks.block_size,
+            square=blocks is None or call.queries == call.keys,
+        )
+
+
+class Backend(Protocol):
+    """One way to compute attention. ``backends.find`` gives the object of a name."""
+
+    name: str
+
+    def why_not(self, request: Request) -> list[str]:
+        """The reasons why the backend cannot serve a request; an empty list if it can."""
+
+    def kernel_name(self, request: Request) -> str:
+        """What computes the tiles of a request, for ``explain``."""
+
+    def forward(self, problem: Problem, inputs: Inputs, options: Options) -> Results:
+        """The attention of a problem."""
+
+    def backward(
+        self, problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options
+    ) -> Inputs:  # fmt: skip
+        """The gradients of query, key and value, given the merged results."""
 
 
 DROPOUT_REASON = (

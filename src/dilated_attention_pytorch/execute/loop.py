@@ -1,31 +1,32 @@
-"""Execution: run the tiles of a plan through a tile kernel, merge forward, sum backward. No decisions about attention.
+"""Execution through stock kernels: one loop that runs the calls of a plan, merges forward and sums backward.
 
-A tile kernel computes ordinary dense attention, with lse, on 4-d strided views (U units, heads, rows, D), where a unit is
-one tile of one sample. The views alias q, k and v: a dilated branch is a stride, never a copy.
+A tile kernel computes dense attention, with lse, on 4-d tensors (U units, heads, rows, D), where a unit is one tile of one
+sample. Dilated patterns give strided views of q, k and v (``strided.py``), block lists gathered blocks (``listed.py``).
+The loop does not distinguish them, and neither does the distributed executor, which runs the same loop over messages.
 
 Shape letters: B batch, N query rows, M key rows, H query heads, G key heads, D head size, U units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.execute.merge import accumulate_dtype, merge_
-from dilated_attention_pytorch.execute.strided import Piece, Positions, cut, shared_rows
-from dilated_attention_pytorch.plan.dropout import Dropout
+from dilated_attention_pytorch.dtypes import accumulate_dtype
+from dilated_attention_pytorch.execute.listed import ListedCall, ListedTiles, PlacedDropout
+from dilated_attention_pytorch.execute.strided import Positions, StridedCall, StridedTiles
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.plan.lists import lists_of
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.sequences import Span
-from dilated_attention_pytorch.plan.tiles import Plan
+from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
 
 # A partial result of one kernel call has at most this many elements, or an eighth of the output if that is more.
-_SMALL_PART = 2**20
-# Of the query rows and key rows in two slices: what dropout multiplies their weights by, (U, heads, rows, keys).
-Factors = Callable[[slice, slice], Tensor]
+_SMALL_PARTIAL = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class TileKernel:
     ``delta = (dout * out).sum(-1)`` and ``lse`` only through the weights ``exp(s - lse)``: both may come from a larger
     softmax of which the tile is a part.
 
-    A call with dropout passes ``factors=`` as well, one by order ``positions=``, the positions of the query rows and of the
-    key rows, (U, heads, rows) each: a row then sees the keys whose positions are not larger than its own. Kernels without
-    these arguments refuse such calls beforehand.
+    A call with dropout also passes ``factors=``, a function of two slices of query rows and key rows. It returns what the
+    weights are multiplied by, (U, heads, rows, keys). A call that masks by position passes ``positions=``, those of the
+    query rows and of the key rows, (U, heads, rows) each. Kernels without these arguments refuse such calls beforehand.
     """
 
     name: str
@@ -49,9 +50,61 @@ class TileKernel:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def part_limit(query: Tensor) -> int:
+# Tiles between the query rows and the key rows of tensors, and the calls of a kernel over them.
+TileSet = StridedTiles | ListedTiles
+TileCall = StridedCall | ListedCall
+
+
+@dataclass(frozen=True, slots=True)
+class StockCalls:
+    """How tiles are computed: the kernel, a positive scale, and the most elements of a partial result."""
+
+    kernel: TileKernel
+    scale: float
+    limit: int
+
+
+class Sums(NamedTuple):
+    """Results in the accumulation type, into which partial results are merged."""
+
+    out: Tensor  # (B, N, H, D)
+    lse_bnh: Tensor
+
+    @staticmethod
+    def like(query: Tensor) -> Sums:
+        """The neutral element of the merge for these queries."""
+        dtype = accumulate_dtype(query.dtype)
+        lse_bnh = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
+        return Sums(torch.zeros(query.shape, dtype=dtype, device=query.device), lse_bnh)
+
+    def results(self, dtype: torch.dtype) -> Results:
+        """The same as the results of a call."""
+        return Results(self.out.to(dtype), self.lse_bnh.transpose(1, 2).contiguous())
+
+
+class RowGradients(NamedTuple):
+    """What the backward of a tile reads by query row."""
+
+    dout: Tensor  # (B, N, H, D)
+    out: Tensor
+    lse_bnh: Tensor
+    dlse_bnh: Tensor | None
+
+    @staticmethod
+    def of(results: Results, upstream: Upstream) -> RowGradients:
+        """The rows of a whole call."""
+        lse, dlse = results.lse, upstream.dlse
+        dlse_bnh = None if dlse is None else dlse.transpose(1, 2).contiguous()
+        return RowGradients(upstream.dout, results.out, lse.transpose(1, 2).contiguous(), dlse_bnh)
+
+    def at(self, rows: tuple[slice, ...]) -> RowGradients:
+        """Only these samples, rows (and heads)."""
+        return RowGradients(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
+
+def partial_limit(query: Tensor) -> int:
     """The most elements of a partial result."""
-    return max(_SMALL_PART, query.numel() // 8)
+    return max(_SMALL_PARTIAL, query.numel() // 8)
 
 
 def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
@@ -62,201 +115,119 @@ def positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float, float]:
     return query * sign, -scale or 1.0, sign
 
 
-def _accumulate(
-    plans: tuple[tuple[Span, Plan], ...],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    kernel: TileKernel,
-    dropout: Dropout | None,
-    positions: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """``out (B, N, H, D)`` and ``lse (B, N, H)``, both in the accumulation type."""
-    dtype = accumulate_dtype(query.dtype)
-    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-    lse_bnh = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
-    for span, plan in plans:
-        rows, columns = (span.samples, span.queries), (span.samples, span.keys)
-        part = (query[rows], key[columns], value[columns], out[rows], lse_bnh[rows])
-        placed = dropout and dropout.at(span.samples.start, span.keys.start)
-        some = None if positions is None else (positions[rows], positions[columns])
-        limit = part_limit(query)
-        attend_(plan, *part, scale=scale, kernel=kernel, dropout=placed, limit=limit, positions=some)
-    return out, lse_bnh
-
-
-def attend_(
-    plan: Plan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse_bnh: Tensor,
-    *,
-    scale: float,
-    kernel: TileKernel,
-    dropout: Dropout | None,
-    limit: int,
-    packed: bool = False,
-    positions: Positions | None = None,
-) -> None:
-    """Merge the tiles of a plan into ``out`` and ``lse``; tensors hold the plan's query and key rows (or packed keys)."""
-    tensors = (query, key, value, out, lse_bnh)
-    group = query.shape[2] // key.shape[2]
-    for piece in cut(
-        plan, query.shape[0], group, query.shape[3], limit, shared_rows((*tensors, *(positions or ()))), packed
-    ):
+def attend_(tiles: TileSet, inputs: Inputs, sums: Sums, how: StockCalls) -> None:
+    """Merge the attention of tiles into ``sums``."""
+    for call in tiles.calls(inputs, sums, how.limit):
         # A function of its own, so that no partial result outlives its merge.
-        _forward_piece_(piece, *tensors, scale, kernel, dropout, positions)
+        _attend_call_(call, inputs, sums, how)
 
 
-def forward(
-    problem: Problem,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    kernel: TileKernel,
-    dropout: Dropout | None,
-    positions: Tensor | None = None,
+def _attend_call_(call: TileCall, inputs: Inputs, sums: Sums, how: StockCalls) -> None:
+    q, k, v = call.queries(inputs.query), call.keys(inputs.key), call.keys(inputs.value)
+    more = call.factors(q.device) | call.mask()
+    partial, partial_lse = how.kernel.forward(q, k, v, call.causal, how.scale, **more)
+    call.merge_(*sums, partial, partial_lse)
+
+
+def add_gradients_(tiles: TileSet, inputs: Inputs, rows: RowGradients, grads: Inputs, how: StockCalls) -> None:
+    """Add the gradients of tiles to ``grads``."""
+    sums = tiles.key_sums(grads)
+    others = tuple(x for x in (*rows, *grads) if x is not None)
+    for call in tiles.calls(inputs, others, how.limit):
+        _add_gradients_of_call_(call, inputs, rows, sums, how)
+    tiles.add_key_sums_(grads, sums)
+
+
+def _add_gradients_of_call_(call: TileCall, inputs: Inputs, rows: RowGradients, sums: Inputs, how: StockCalls) -> None:
+    q, k, v = call.queries(inputs.query), call.keys(inputs.key), call.keys(inputs.value)
+    lse, mask = call.lse(rows.lse_bnh), call.mask()
+    dout, out = call.queries(rows.dout), call.queries(rows.out)
+    more = call.factors(q.device) | mask
+    dq, dk, dv = how.kernel.backward(dout, q, k, v, out, lse, call.causal, how.scale, **more)
+    call.add_queries_(sums.query, dq)
+    call.add_keys_(sums.key, dk)
+    call.add_keys_(sums.value, dv)
+    if rows.dlse_bnh is not None:
+        dq, dk = _lse_gradients(call, (q, k, lse), call.queries(rows.dlse_bnh), how)
+        call.add_queries_(sums.query, dq)
+        call.add_keys_(sums.key, dk)
+
+
+def _lse_gradients(
+    call: TileCall, rows: tuple[Tensor, Tensor, Tensor], dlse: Tensor, how: StockCalls
 ) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))``: the attention of all tiles, merged."""
-    query, scale, _ = positive_scale(query, scale)
-    out, lse_bnh = _accumulate(problem.plans(), query, key, value, scale, kernel, dropout, positions)
-    return out.to(query.dtype), lse_bnh.transpose(1, 2).contiguous()
-
-
-def _forward_piece_(
-    piece: Piece,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse_bnh: Tensor,
-    scale: float,
-    kernel: TileKernel,
-    dropout: Dropout | None,
-    positions: Positions | None,
-) -> None:
-    q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
-    more = piece.dropout(dropout, q.device) | piece.positions(positions)
-    part, part_lse = kernel.forward(q, k, v, piece.family.causal, scale, **more)
-    if piece.family.zero_keys:
-        with_zeros = torch.logaddexp(part_lse, torch.full_like(part_lse, piece.family.zero_keys).log())
-        part = part * torch.exp(part_lse - with_zeros).unsqueeze(-1)
-        part_lse = with_zeros
-    merge_(piece.queries(out), piece.queries(lse_bnh), part, part_lse)
-
-
-def backward(
-    problem: Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    detach_mixing: bool,
-    kernel: TileKernel,
-    dropout: Dropout | None,
-    positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)``: the gradients of all tiles, summed, given the merged ``out`` and ``lse``."""
-    query, scale, sign = positive_scale(query, scale)
-    dtype = accumulate_dtype(query.dtype)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value))
-    lse_bnh = lse.transpose(1, 2).contiguous()
-    dlse_bnh = None if dlse is None else dlse.transpose(1, 2).contiguous()
-    # With constant mixing weights, delta comes from the branch's own output, which is computed again.
-    alone = [problem.only(branch) for branch in range(len(problem.pattern.branches))]
-    for part in alone if detach_mixing else [problem]:
-        some, some_out = part.plans(), out
-        if detach_mixing:
-            some_out = _accumulate(some, query, key, value, scale, kernel, dropout, positions)[0].to(query.dtype)
-        for span, plan in some:
-            rows, columns = (span.samples, span.queries), (span.samples, span.keys)
-            by_row = dout[rows], some_out[rows], lse_bnh[rows]
-            some_dlse = None if dlse_bnh is None else dlse_bnh[rows]
-            qkv = query[rows], key[columns], value[columns]
-            grads = dq[rows], dk[columns], dv[columns]
-            options: dict[str, Any] = {
-                "scale": scale,
-                "kernel": kernel,
-                "dropout": dropout and dropout.at(span.samples.start, span.keys.start),
-                "limit": part_limit(query),
-                "positions": None if positions is None else (positions[rows], positions[columns]),
-            }
-            add_gradients_(plan, by_row, some_dlse, qkv, grads, **options)
-    if sign != 1.0:
-        dq *= sign
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
-
-
-def add_gradients_(
-    plan: Plan,
-    by_row: tuple[Tensor, Tensor, Tensor],
-    dlse_bnh: Tensor | None,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    grads: tuple[Tensor, Tensor, Tensor],
-    *,
-    scale: float,
-    kernel: TileKernel,
-    dropout: Dropout | None,
-    limit: int,
-    packed: bool = False,
-    positions: Positions | None = None,
-) -> None:
-    """Add the gradients of the tiles of a plan to ``grads`` (dq, dk, dv); ``by_row`` is dout, out and lse (B, N, H)."""
-    tensors = (*by_row, *qkv, *grads, *(() if dlse_bnh is None else (dlse_bnh,)), *(positions or ()))
-    query, key, _ = qkv
-    group = query.shape[2] // key.shape[2]
-    for piece in cut(plan, query.shape[0], group, query.shape[3], limit, shared_rows(tensors), packed):
-        _backward_piece_(piece, *by_row, dlse_bnh, *qkv, grads, scale, kernel, dropout, positions)
-
-
-def _backward_piece_(
-    piece: Piece,
-    dout: Tensor,
-    out: Tensor,
-    lse_bnh: Tensor,
-    dlse_bnh: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-    scale: float,
-    kernel: TileKernel,
-    dropout: Dropout | None,
-    positions: Positions | None,
-) -> None:
-    q, k, v = piece.queries(query), piece.repeated_keys(key), piece.repeated_keys(value)
-    lse, causal, mask = piece.queries(lse_bnh).contiguous(), piece.family.causal, piece.positions(positions)
-    more = piece.dropout(dropout, q.device) | mask
-    part = kernel.backward(piece.queries(dout), q, k, v, piece.queries(out), lse, causal, scale, **more)
-    _add_gradients_(piece, grads, part)
-    if dlse_bnh is not None:
-        dlse = piece.queries(dlse_bnh)
-        _add_gradients_(piece, grads[:2], lse_gradients(kernel, q, k, lse, dlse, causal, scale, **mask))
-
-
-def lse_gradients(
-    kernel: TileKernel, q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, causal: bool, scale: float, **mask: Any
-) -> tuple[Tensor, Tensor]:
-    """``(dq, dk)`` of a tile through lse, ``ds = p * dlse``: the gradient with values 0 and a delta of ``-dlse``."""
+    """``(dq, dk)`` of tiles through lse, ``ds = p * dlse``: the gradient with values 0 and a delta of ``-dlse``."""
+    q, k, lse = rows
     unit, minus_dlse, zeros = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(k)
     unit[..., 0] = 1.0
     size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny)  # half precision could not hold it
     minus_dlse[..., 0] = -dlse / size
-    dq, dk, _ = kernel.backward(unit, q, k, zeros, minus_dlse, lse, causal, scale, **mask)
+    dq, dk, _ = how.kernel.backward(unit, q, k, zeros, minus_dlse, lse, call.causal, how.scale, **call.mask())
     return dq * size, dk * size
 
 
-def _add_gradients_(piece: Piece, grads: tuple[Tensor, ...], part: tuple[Tensor, ...]) -> None:
-    piece.queries(grads[0]).add_(part[0])
-    for grad, dkv in zip(grads[1:], part[1:], strict=True):
-        piece.keys(grad).add_(piece.sum_members(dkv))
+def tile_sets(problem: Problem, options: Options, device: torch.device) -> Iterator[tuple[Span, TileSet]]:
+    """The sequences of a problem, each with its tiles."""
+    if isinstance(problem.pattern, Dilated):
+        for span, plan in problem.plans():
+            dropout = options.dropout and options.dropout.at(span.samples.start, span.keys.start)
+            yield span, StridedTiles(plan, dropout=dropout, positions=_positions(options, span))
+    else:
+        for span, lists in lists_of(problem, options.chosen, device):
+            placed = None
+            if options.dropout is not None:
+                rows = torch.arange(span.keys.start, span.keys.stop, device=device)
+                queries = rows[span.positions.start : span.positions.stop]
+                placed = PlacedDropout(options.dropout.at(span.samples.start, 0), queries, rows)
+            yield span, ListedTiles(lists, span.positions, problem.is_causal, placed, _positions(options, span))
+
+
+def _positions(options: Options, span: Span) -> Positions | None:
+    if options.positions is None:
+        return None
+    return options.positions[span.query_rows], options.positions[span.key_rows]
+
+
+def forward(problem: Problem, inputs: Inputs, options: Options, kernel: TileKernel) -> Results:
+    """The attention of all tiles, merged."""
+    query, scale, _ = positive_scale(inputs.query, options.scale)
+    return _sums(problem, inputs._replace(query=query), options, _how(kernel, scale, query)).results(query.dtype)
+
+
+def _how(kernel: TileKernel, scale: float, query: Tensor) -> StockCalls:
+    return StockCalls(kernel, scale, partial_limit(query))
+
+
+def _sums(problem: Problem, inputs: Inputs, options: Options, how: StockCalls) -> Sums:
+    sums = Sums.like(inputs.query)
+    for span, tiles in tile_sets(problem, options, inputs.query.device):
+        own = Sums(*(x[span.query_rows] for x in sums))
+        attend_(tiles, _at(inputs, span), own, how)
+    return sums
+
+
+def _at(inputs: Inputs, span: Span) -> Inputs:
+    """The rows of one sequence."""
+    return Inputs(inputs.query[span.query_rows], inputs.key[span.key_rows], inputs.value[span.key_rows])
+
+
+def backward(
+    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, kernel: TileKernel
+) -> Inputs:  # fmt: skip
+    """The gradients of all tiles, summed, given the merged results."""
+    query, scale, sign = positive_scale(inputs.query, options.scale)
+    inputs, how = inputs._replace(query=query), _how(kernel, scale, query)
+    grads = Inputs(*(torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in inputs))
+    rows = RowGradients.of(results, upstream)
+    problems = [problem]
+    if options.detach_mixing and isinstance(problem.pattern, Dilated):
+        problems = [problem.of_branch(branch) for branch in range(len(problem.pattern.branches))]
+    for one in problems:
+        if options.detach_mixing:
+            # With constant mixing weights, delta comes from the branch's own output, which is computed again.
+            rows = rows._replace(out=_sums(one, inputs, options, how).out.to(query.dtype))
+        for span, tiles in tile_sets(one, options, query.device):
+            add_gradients_(tiles, _at(inputs, span), rows.at(span.query_rows), _at(grads, span), how)
+    if sign != 1.0:
+        grads.query.mul_(sign)
+    return Inputs(*(grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)))

@@ -145,9 +145,11 @@ class SparsePatternConfig:
         branches = ([int(x) for x in values.split(",") if x] for values in (lengths, rates))
         return SparsePatternConfig(kind, float(ratio), int(block_size), int(window), int(tokens), *branches)
 
-    def rows(self, first: int, blocks: int, is_causal: bool) -> rules.Rows:
+    def rows(
+        self, first: int, blocks: int, is_causal: bool, device: torch.device | None = None
+    ) -> rules.Rows:  # fmt: skip
         """The query blocks ``first .. blocks - 1`` with their budgets."""
-        return rules.Rows.of(self.ratio, first, blocks, is_causal)
+        return rules.Rows.of(self.ratio, first, blocks, is_causal, device)
 
     def lists(self, first: int, blocks: int, is_causal: bool, stop: int | None = None) -> BlockLists:
         """The lists of the query blocks from ``first`` on of a sequence of so many blocks; not of ``"adaptive"``.
@@ -159,17 +161,17 @@ class SparsePatternConfig:
         """
         size, rows = self.block_size, self.rows(first, blocks, is_causal)[: (blocks if stop is None else stop) - first]
         if self.pattern_type == "local_window":
-            pieces = rules.local_window(rows)
+            runs = rules.local_window(rows)
         elif self.pattern_type == "global_local":
-            pieces = rules.global_local(rows, min(blocks, math.ceil(self.global_tokens / size)))
+            runs = rules.global_local(rows, min(blocks, math.ceil(self.global_tokens / size)))
         elif self.pattern_type == "hierarchical":
             # From blocks + 1 on, a window holds everything.
-            pieces = rules.hierarchical(rows, max(2, min(blocks + 1, math.ceil(self.local_window_size / size))))
+            runs = rules.hierarchical(rows, max(2, min(blocks + 1, math.ceil(self.local_window_size / size))))
         else:
             assert self.pattern_type == "dilated_sparse"
             segments = [min(blocks, math.ceil(length / size)) for length in self.segment_lengths]
-            pieces = rules.dilated_sparse(rows, tuple(zip(segments, self.dilation_rates, strict=True)))
-        counts, indices = rules.expand(pieces)
+            runs = rules.dilated_sparse(rows, tuple(zip(segments, self.dilation_rates, strict=True)))
+        counts, indices = rules.expand(runs)
         return BlockLists.packed(counts.long().view(1, 1, -1), indices, size, blocks, first)
 
 
@@ -186,7 +188,7 @@ class BlockSparse:
     64
     """
 
-    spec: str  # of the configuration, or "" where lists are given
+    config: SparsePatternConfig | None  # None if lists are given
     block_size: int
     given: BlockLists | None = None
     given_causal: BlockLists | None = None
@@ -198,7 +200,7 @@ class BlockSparse:
         if not isinstance(config, SparsePatternConfig):
             raise TypeError(f"config must be a SparsePatternConfig, got {type(config).__name__}")
         config.check_complete()
-        return BlockSparse(config.spec, config.block_size)
+        return BlockSparse(config, config.block_size)
 
     @staticmethod
     def custom(mask: Tensor, *, block_size: int = 128) -> BlockSparse:
@@ -242,17 +244,22 @@ class BlockSparse:
         lists = BlockLists.packed(
             lists.counts, lists.indices, block_size, lists.key_blocks, lists.key_blocks - lists.query_blocks
         )
-        return BlockSparse("", block_size, lists, lists.causal(), only_causal)
+        return BlockSparse(None, block_size, lists, lists.causal(), only_causal)
 
     @property
     def is_adaptive(self) -> bool:
         """Whether the choice depends on the content."""
-        return self.spec.startswith("adaptive|")
+        return self.config is not None and self.config.pattern_type == "adaptive"
+
+    @property
+    def spec(self) -> str:
+        """The configuration as one string for operators, which get given lists as tensors beside it."""
+        return f"mask|{self.block_size}" if self.config is None else self.config.spec
 
     @property
     def digest(self) -> str:
         """The pattern as a short text that two processes can compare: masks by a hash."""
-        return self.spec or _digest(self)
+        return _digest(self) if self.config is None else self.config.spec
 
     def check_call(self, batch: int, n: int, m: int, heads: int, *, is_causal: bool, packed: bool) -> None:
         """Raise if the pattern cannot serve ``n`` queries over ``m`` positions."""

@@ -4,20 +4,17 @@ Letters: n key blocks of the sequence, i a query block, v the key blocks it sees
 ``max(1, ceil(ratio * v))``. Every rule takes the block itself first. "Nearest first" means by distance, the earlier one of
 two at the same distance; a side that ends leaves its turns to the other one.
 
-A list is a few pieces, each an arithmetic progression of blocks: no table of n x n is made.
+A list is a few runs, each an arithmetic progression of blocks. No table of n x n blocks is made.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from torch import Tensor
-
-from dilated_attention_pytorch.execute.merge import accumulate_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +27,18 @@ class Rows:
     blocks: int  # n
 
     @staticmethod
-    def of(ratio: Fraction, first: int, blocks: int, is_causal: bool) -> Rows:
+    def of(
+        ratio: Fraction, first: int, blocks: int, is_causal: bool, device: torch.device | None = None
+    ) -> Rows:  # fmt: skip
         """The query blocks ``first .. blocks - 1``."""
-        i = torch.arange(first, blocks, dtype=torch.int32)
+        i = torch.arange(first, blocks, dtype=torch.int32, device=device)
         visible = i + 1 if is_causal else torch.full_like(i, blocks)
         # in integers: 0.07 * 100 is more than 7 in floating point
         budget = -(-visible.long() * ratio.numerator // ratio.denominator)
         return Rows(i, visible, budget.clamp_(min=1).to(torch.int32), blocks)
 
-    def __getitem__(self, some: slice) -> Rows:
-        return Rows(self.i[some], self.visible[some], self.budget[some], self.blocks)
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows(self.i[rows], self.visible[rows], self.budget[rows], self.blocks)
 
     def to(self, device: torch.device) -> Rows:
         """The same on a device."""
@@ -52,7 +51,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Run:
     """``count`` blocks from ``start`` on in steps of ``stride``, for every query block: vectors (Q,)."""
 
     start: Tensor
@@ -60,9 +59,9 @@ class Piece:
     stride: int = 1
 
     @staticmethod
-    def joined(parts: tuple[Piece, ...]) -> Piece:
-        """The piece of several groups of query blocks."""
-        return Piece(torch.cat([x.start for x in parts]), torch.cat([x.count for x in parts]), parts[0].stride)
+    def joined(runs: tuple[Run, ...]) -> Run:
+        """The run of several ranges of query blocks."""
+        return Run(torch.cat([x.start for x in runs]), torch.cat([x.count for x in runs]), runs[0].stride)
 
 
 def _sides(turns: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,17 +71,17 @@ def _sides(turns: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return taken, turns - taken
 
 
-def local_window(rows: Rows) -> list[Piece]:
+def local_window(rows: Rows) -> list[Run]:
     """The c nearest blocks: a window around i, moved into bounds.
 
     >>> [x.tolist() for x in _lists(local_window, Fraction(1, 2), 6)]
     [[0, 1, 2], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [3, 4, 5]]
     """
     left, right = _sides(rows.budget - 1, rows.i, rows.right)
-    return [Piece(rows.i - left, left + right + 1)]
+    return [Run(rows.i - left, left + right + 1)]
 
 
-def global_local(rows: Rows, global_blocks: int) -> list[Piece]:
+def global_local(rows: Rows, global_blocks: int) -> list[Run]:
     """The block itself, the first blocks of the sequence (earliest first), then the nearest of the rest.
 
     The ``global_blocks`` first query blocks see everything that is visible: the one exception to the budget.
@@ -94,7 +93,7 @@ def global_local(rows: Rows, global_blocks: int) -> list[Piece]:
     columns = torch.where(inside, rows.visible, (rows.budget - 1).clamp(max=global_blocks))
     left, right = _sides(rows.budget - columns - 1, rows.i - global_blocks, rows.right)
     window = torch.where(inside, 0, left + right + 1)
-    return [Piece(torch.zeros_like(rows.i), columns), Piece(rows.i - left, window)]
+    return [Run(torch.zeros_like(rows.i), columns), Run(rows.i - left, window)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +105,11 @@ class Comb:
     left: Tensor
     right: Tensor
 
-    def __getitem__(self, some: slice) -> Comb:
-        return Comb(self.rate, self.inner, self.left[some], self.right[some])
+    def __getitem__(self, rows: slice) -> Comb:
+        return Comb(self.rate, self.inner, self.left[rows], self.right[rows])
 
 
-def dilated_sparse(rows: Rows, branches: tuple[tuple[int, int], ...]) -> list[Piece]:
+def dilated_sparse(rows: Rows, branches: tuple[tuple[int, int], ...]) -> list[Run]:
     """In turns over the branches (segment W, rate r), both in blocks, in the order given.
 
     The candidates of a branch are the blocks j of the same segment (``j // W == i // W``) with ``(j - i) % r == 0``,
@@ -130,7 +129,7 @@ def dilated_sparse(rows: Rows, branches: tuple[tuple[int, int], ...]) -> list[Pi
     return _in_turns(rows, combs)
 
 
-def hierarchical(rows: Rows, window: int) -> list[Piece]:
+def hierarchical(rows: Rows, window: int) -> list[Run]:
     """In turns over levels of doubling distance and stride, the inner level first.
 
     Level 0 is every block at a distance below ``window`` blocks, level l > 0 every block at a distance from
@@ -154,15 +153,15 @@ def hierarchical(rows: Rows, window: int) -> list[Piece]:
 _AT_A_TIME = 2**16
 
 
-def _in_turns(rows: Rows, combs: list[Comb]) -> list[Piece]:
+def _in_turns(rows: Rows, combs: list[Comb]) -> list[Run]:
     """Take blocks from combs in turns, then from the window of all blocks, until the budgets are used up."""
     size = max(1, _AT_A_TIME // len(combs))
     starts = range(0, max(1, len(rows.i)), size)
-    parts = [_some_in_turns(rows[x : x + size], [comb[x : x + size] for comb in combs]) for x in starts]
-    return [Piece.joined(pieces) for pieces in zip(*parts, strict=True)]
+    taken = [_take_in_turns(rows[x : x + size], [comb[x : x + size] for comb in combs]) for x in starts]
+    return [Run.joined(runs) for runs in zip(*taken, strict=True)]
 
 
-def _some_in_turns(rows: Rows, combs: list[Comb]) -> list[Piece]:
+def _take_in_turns(rows: Rows, combs: list[Comb]) -> list[Run]:
     """The blocks taken from a comb after t turns are its t nearest, so the choice is a union of combs of known reach.
 
     Their rates divide one another: what a finer comb reaches holds all blocks that a coarser one has there. So the blocks
@@ -209,22 +208,22 @@ def _some_in_turns(rows: Rows, combs: list[Comb]) -> list[Piece]:
     turns, window = state(low)
     (window_left, window_right), (taken_left, taken_right) = _sides(window, rows.i, rows.right), _sides(turns, left, right)
     (lefts, behind_left), (rights, behind_right) = side(taken_left, window_left), side(taken_right, window_right)
-    pieces = [Piece(rows.i - window_left, window_left + window_right + 1)]
+    runs = [Run(rows.i - window_left, window_left + window_right + 1)]
     for x, comb in enumerate(combs):  # outwards
-        outermost = Piece(rows.i - behind_left[x] - lefts[x] * comb.rate, lefts[x], comb.rate)
-        pieces = [outermost, *pieces, Piece(rows.i + behind_right[x] + comb.rate, rights[x], comb.rate)]
-    return pieces
+        outermost = Run(rows.i - behind_left[x] - lefts[x] * comb.rate, lefts[x], comb.rate)
+        runs = [outermost, *runs, Run(rows.i + behind_right[x] + comb.rate, rights[x], comb.rate)]
+    return runs
 
 
-def expand(pieces: list[Piece]) -> tuple[Tensor, Tensor]:
-    """``(counts (Q,), indices)`` of lists that are these pieces one after the other."""
-    counts = torch.stack([p.count for p in pieces]).sum(0)
-    pieces = [p for p in pieces if bool(p.count.any())] or pieces[:1]
-    start, count = (torch.stack(x, 1).flatten() for x in zip(*((p.start, p.count) for p in pieces), strict=True))
-    stride = torch.tensor([p.stride for p in pieces], dtype=torch.int32).repeat(len(counts))
-    some = count.nonzero().squeeze(1)
-    start, count, stride = (x.index_select(0, some) for x in (start, count, stride))
-    # Running sums of steps: the stride inside a piece, a jump at its start.
+def expand(runs: list[Run]) -> tuple[Tensor, Tensor]:
+    """``(counts (Q,), indices)`` of lists that are these runs one after the other."""
+    counts = torch.stack([run.count for run in runs]).sum(0)
+    runs = [run for run in runs if bool(run.count.any())] or runs[:1]
+    start, count = (torch.stack(x, 1).flatten() for x in zip(*((run.start, run.count) for run in runs), strict=True))
+    stride = torch.tensor([run.stride for run in runs], dtype=torch.int32).repeat(len(counts))
+    taken = count.nonzero().squeeze(1)
+    start, count, stride = (x.index_select(0, taken) for x in (start, count, stride))
+    # Running sums of steps: the stride inside a run, a jump at its start.
     if bool((stride > 1).any()):
         steps = torch.repeat_interleave(stride, count)
     else:
@@ -234,77 +233,7 @@ def expand(pieces: list[Piece]) -> tuple[Tensor, Tensor]:
     return counts, steps.cumsum_(0)
 
 
-def _lists(rule: Callable[[Rows], list[Piece]], ratio: Fraction, blocks: int) -> tuple[Tensor, ...]:
+def _lists(rule: Callable[[Rows], list[Run]], ratio: Fraction, blocks: int) -> tuple[Tensor, ...]:
     """The lists of a rule, not causal, for examples."""
     counts, indices = expand(rule(Rows.of(ratio, 0, blocks, False)))
     return torch.split(indices, counts.tolist())
-
-
-# Scores of so many pairs of blocks exist at a time.
-_MAX_SCORES = 2**24
-
-
-def adaptive(query: Tensor, key: Tensor, rows: Rows, first: int, block_size: int, scale: float, width: int) -> Tensor:
-    """The chosen blocks of every sample and head, (B, H, Q, width), ascending, the first c of each list valid.
-
-    ``rows`` are on the device of the query, from query block ``first`` on: nothing is copied, so nothing is waited for.
-
-    The score of two blocks is ``scale`` times the product of the means of their queries and keys; the block itself comes
-    first, then the highest scores, the earlier block of two with the same. Queries are the last positions.
-    """
-    with torch.no_grad():
-        dtype = accumulate_dtype(query.dtype)
-        n, length = query.shape[1], key.shape[1]
-        q = _means(query, length - n - first * block_size, block_size, dtype)
-        return best_blocks(q, _means(key, 0, block_size, dtype), rows, scale, width)
-
-
-def best_blocks(q: Tensor, k: Tensor, rows: Rows, scale: float, width: int) -> Tensor:
-    """The choice of ``adaptive`` from the means of queries (B, H, Q, D) and of keys (B, G, n, D)."""
-    (batch, heads, _, _), dtype, device = q.shape, q.dtype, q.device
-    k = k.repeat_interleave(heads // k.shape[1], 1)
-    i, visible, budget = rows.i, rows.visible, rows.budget
-    j = torch.arange(rows.blocks, device=device)
-    chosen = torch.full((batch, heads, len(i), width), rows.blocks, dtype=torch.int32, device=device)
-    most = min(width, rows.blocks)
-    size = max(1, _MAX_SCORES // max(1, batch * heads * rows.blocks))
-    for start in range(0, len(i), size):
-        some = slice(start, start + size)
-        score = torch.matmul(q[:, :, some], k.transpose(-1, -2)).mul_(scale)
-        low, high = torch.finfo(dtype).min, torch.finfo(dtype).max
-        score = torch.nan_to_num(score, nan=low, posinf=high, neginf=low)
-        score.masked_fill_(j == i[some, None], torch.inf).masked_fill_(j >= visible[some, None], -torch.inf)
-        best = score.sort(dim=-1, descending=True, stable=True).indices[..., :most]
-        best = best.masked_fill(j[:most] >= budget[some, None], rows.blocks)
-        chosen[:, :, some, :most] = best.sort(-1).values.to(torch.int32)
-    return chosen
-
-
-def _means(x: Tensor, skipped: int, block_size: int, dtype: torch.dtype) -> Tensor:
-    """(B, heads, blocks, D): the means of the rows of each block, of whose first one ``skipped`` rows are not there."""
-    batch, rows, heads, d = x.shape
-    blocks = math.ceil((skipped + rows) / block_size)
-    sums = torch.zeros((batch, blocks, heads, d), dtype=dtype, device=x.device)
-    add_to_blocks_(sums, x, skipped, block_size)
-    block = torch.arange(blocks, device=x.device)
-    ends = ((block + 1) * block_size).clamp(max=skipped + rows)
-    sizes = (ends - (block * block_size).clamp(min=skipped)).to(dtype)
-    return (sums / sizes[:, None, None]).transpose(1, 2)
-
-
-def add_to_blocks_(sums: Tensor, x: Tensor, first: int, block_size: int) -> None:
-    """Add rows, the first of which is position ``first``, to sums (B, blocks, heads, D) by block, in an order of their own.
-
-    Whole blocks at once, and the rows before and after them: index_add_ would add in any order on a GPU.
-    """
-    rows, block = x.shape[1], first // block_size
-    head = min(rows, -first % block_size)
-    whole = (rows - head) // block_size
-    if head:
-        sums[:, block] += x[:, :head].sum(1, dtype=sums.dtype)
-        block += 1
-    if whole:
-        inside = x[:, head : head + whole * block_size].reshape(x.shape[0], whole, block_size, *x.shape[2:])
-        sums[:, block : block + whole] += inside.sum(2, dtype=sums.dtype)
-    if head + whole * block_size < rows:
-        sums[:, block + whole] += x[:, head + whole * block_size :].sum(1, dtype=sums.dtype)

@@ -13,16 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.patterns.blocks import BlockSparse, check_block_size, check_ratio
 from dilated_attention_pytorch.patterns.lists import BlockLists
-
-if TYPE_CHECKING:  # importing the package ``distributed`` imports torch.distributed
-    from dilated_attention_pytorch.shards import Shards
+from dilated_attention_pytorch.shards import Shards
 
 TIER_PATTERNS = ("hierarchical", "node_local", "bandwidth_aware", "adaptive_load_balanced")
 _BYTES = ("node_bytes", "inter_node_bytes")
@@ -133,7 +130,7 @@ def _fraction(ratio: float) -> Fraction:
 @lru_cache(maxsize=32)
 def _pattern(config: DistributedSparseConfig, shards: Shards, node_size: int, token_bytes: int | None) -> BlockSparse:
     plain, causal = (_lists(config, shards, node_size, token_bytes, is_causal) for is_causal in (False, True))
-    return BlockSparse("", config.block_size, plain, causal)
+    return BlockSparse(None, config.block_size, plain, causal)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One call, as plain hashable data: everything that decides which tiles are computed."""
+"""The problem of a call: everything that decides which tiles are computed, as plain hashable data."""
 
 from __future__ import annotations
 
@@ -6,59 +6,87 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor
-
+from dilated_attention_pytorch.patterns.blocks import SparsePatternConfig
 from dilated_attention_pytorch.patterns.dilated import Dilated
-from dilated_attention_pytorch.plan.sequences import Span, host_cu_seqlens, host_lengths, spans
+from dilated_attention_pytorch.patterns.lists import BlockLists
+from dilated_attention_pytorch.plan.sequences import Span, spans
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """Pattern and sizes of a call. Equal problems have equal plans, launch tables and part layouts, made once."""
+class BlockRule:
+    """A block-sparse pattern as a plan reads it: the lists follow from a configuration, or they are given."""
 
-    pattern: Dilated
+    block_size: int
+    config: SparsePatternConfig | None  # None if lists are given
+    given: BlockLists | None = None  # for the whole sequence; compared by identity
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the lists depend on the content of query and key."""
+        return self.config is not None and self.config.pattern_type == "adaptive"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Pattern and sizes of a call. Equal problems have equal plans and launch tables, which are made once."""
+
+    pattern: Dilated | BlockRule
     is_causal: bool
     batch: int
     queries: int  # rows of the query tensor
     keys: int  # rows of the key tensor
     heads: int
     key_heads: int
-    lengths: tuple[int, ...] | None
-    cu_seqlens: tuple[int, ...] | None
+    lengths: tuple[int, ...] | None = None
+    cu_seqlens: tuple[int, ...] | None = None
     branch: int | None = None  # only this one of the pattern's branches, if not None
 
-    @staticmethod
-    def of(
-        query: Tensor, key: Tensor, pattern: str, is_causal: bool, lengths: Tensor | None, cu_seqlens: Tensor | None
-    ) -> Problem:
-        """The problem that these arguments pose; ``lengths`` and ``cu_seqlens`` are read, which waits for a GPU."""
-        (batch, n, heads, _), (m, key_heads) = query.shape, key.shape[1:3]
-        sequences = host_lengths(lengths, m), host_cu_seqlens(cu_seqlens, m)
-        return _problem(pattern, is_causal, batch, n, m, heads, key_heads, *sequences)
+    @property
+    def heads_per_key(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.key_heads
 
-    def only(self, branch: int) -> Problem:
-        """The same problem for one branch alone."""
+    @property
+    def dilated(self) -> Dilated:
+        """The pattern of a dilated problem."""
+        assert isinstance(self.pattern, Dilated)
+        return self.pattern
+
+    @property
+    def blocks(self) -> BlockRule:
+        """The pattern of a block-sparse problem."""
+        assert isinstance(self.pattern, BlockRule)
+        return self.pattern
+
+    def of_branch(self, branch: int) -> Problem:
+        """The same problem for one branch."""
         return replace(self, branch=branch)
 
+    def spans(self) -> tuple[Span, ...]:
+        """The sequences of the batch."""
+        return tuple(spans(self.batch, self.queries, self.keys, self.lengths, self.cu_seqlens))
+
     def plans(self) -> tuple[tuple[Span, Plan], ...]:
-        """The sequences of the batch, each with its plan."""
+        """The sequences of a dilated problem, each with its plan."""
         return _plans(self)
 
 
 @lru_cache(maxsize=256)
-def _problem(pattern: str, *fields: Any) -> Problem:
-    """Of equal problems the same object, which caches find again without comparing fields."""
-    return Problem(Dilated.from_spec(pattern), *fields)
+def find_problem(spec: str, *fields: Any) -> Problem:
+    """The dilated problem with the pattern ``spec`` and these further fields of ``Problem``.
+
+    Equal arguments give the same object, which caches find again without comparing fields.
+    """
+    return Problem(Dilated.from_spec(spec), *fields)
 
 
 @lru_cache(maxsize=256)
 def _plans(problem: Problem) -> tuple[tuple[Span, Plan], ...]:
-    found = spans(problem.batch, problem.queries, problem.keys, problem.lengths, problem.cu_seqlens)
     plans = []
-    for span in found:
+    for span in problem.spans():
         plan = compile_plan(
-            problem.pattern, span.length, problem.key_heads, is_causal=problem.is_causal, queries=span.positions
+            problem.dilated, span.length, problem.key_heads, is_causal=problem.is_causal, queries=span.positions
         )
         plans.append((span, plan if problem.branch is None else plan.of_branch(problem.branch)))
     return tuple(plans)

@@ -1,4 +1,4 @@
-"""Spans: the parts of a batch that are sequences of their own, from ``lengths`` or ``cu_seqlens``."""
+"""Spans: the sequences of a batch, from ``lengths`` or ``cu_seqlens``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ class Span:
     samples: slice
     queries: slice
     keys: slice
+
+    @property
+    def query_rows(self) -> tuple[slice, slice]:
+        """Samples and rows of the query tensor."""
+        return self.samples, self.queries
+
+    @property
+    def key_rows(self) -> tuple[slice, slice]:
+        """Samples and rows of the key tensor."""
+        return self.samples, self.keys
 
     @property
     def length(self) -> int:
@@ -62,7 +72,7 @@ def _few(values: list[int]) -> str:
 
 
 def host_lengths(lengths: Tensor | None, m: int) -> tuple[int, ...] | None:
-    """The lengths as integers, checked; this waits for a GPU."""
+    """The lengths as integers, checked. Reading a tensor on a GPU synchronises with it."""
     if lengths is None:
         return None
     values = [int(x) for x in lengths.tolist()]
@@ -72,7 +82,7 @@ def host_lengths(lengths: Tensor | None, m: int) -> tuple[int, ...] | None:
 
 
 def host_cu_seqlens(cu_seqlens: Tensor | None, m: int) -> tuple[int, ...] | None:
-    """The document boundaries as integers, checked; this waits for a GPU."""
+    """The document boundaries as integers, checked. Reading a tensor on a GPU synchronises with it."""
     if cu_seqlens is None:
         return None
     values = [int(x) for x in cu_seqlens.tolist()]

@@ -1,0 +1,102 @@
+"""Custom operators: their definition, and a shortcut for eager calls that nothing but autograd observes.
+
+PyTorch's dispatcher takes longer for an operator with a Python gradient than a kernel over a short sequence runs:
+``benchmarks/launch_gpu.py`` measures the difference. The shortcut calls the function of the operator directly, inside an
+``autograd.Function``. It is taken only if no compiler, mode, transformation, tensor subclass or profiler would see the
+operator. PyTorch answers these questions by private functions, which are resolved here at import. If one of them is
+missing, every call goes through the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Types of arguments that only autograd looks at.
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None), str, bool, int, float}
+# Functions of torch._C; each returns a true value if something observes operators.
+PRIVATE_QUERIES = (
+    "_len_torch_dispatch_stack",
+    "_len_torch_function_stack",
+    "_are_functorch_transforms_active",
+    "_autograd._profiler_enabled",  # the profiler shows operators by their names
+    "_is_tracing",
+)
+
+
+def _resolve(name: str) -> Callable[[], Any] | None:
+    found: Any = torch._C
+    for attribute in name.split("."):
+        found = getattr(found, attribute, None)
+    return found if callable(found) else None
+
+
+def find_queries() -> tuple[Callable[[], Any], ...] | None:
+    """The private queries of this version of PyTorch; None if one of them is missing."""
+    found = [_resolve(name) for name in PRIVATE_QUERIES]
+    queries = tuple(query for query in found if query is not None)
+    return queries if len(queries) == len(found) else None
+
+
+_queries = find_queries()
+
+
+def _observed(inputs: tuple[Any, ...]) -> bool:
+    """Whether something besides autograd looks at operators, or this version of PyTorch cannot say so."""
+    return (
+        _queries is None
+        or torch.compiler.is_compiling()
+        or not {type(x) for x in inputs} <= _PLAIN_TYPES
+        or inputs[0].is_meta
+        or any(query() for query in _queries)
+    )
+
+
+def define_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
+    """Define the operator ``dilated_attention::name`` for every device.
+
+    ``torch.library.custom_op`` does the same, but it imports all of ``torch._dynamo`` at the first call.
+    """
+    qualified = f"dilated_attention::{name}"
+    schema = torch.library.infer_schema(function, mutates_args=())
+    # Launch tables live outside the memory of a captured graph, so compilers must not capture the operator by themselves.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+    torch.library.define(qualified, schema, tags=tags)
+    torch.library.impl(qualified, "default", function)
+    torch.library.register_fake(qualified, fake)
+    operator: torch._ops.OpOverload = getattr(torch.ops.dilated_attention, name).default
+    return operator
+
+
+def with_gradient(
+    operator: torch._ops.OpOverload,
+    function: Callable[..., Any],
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+) -> Callable[..., Any]:
+    """Register the gradient of an operator, and return a function that takes the shortcut where it can."""
+    torch.library.register_autograd(operator, backward, setup_context=setup_context)
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = function(*inputs)
+            if setup_context is not None:
+                setup_context(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return backward(ctx, *grads)
+
+    def call(*inputs: Any) -> Any:
+        if _observed(inputs):
+            return operator(*inputs)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs if isinstance(x, Tensor)):
+            return Direct.apply(*inputs)  # type: ignore[no-untyped-call]
+        return function(*inputs)
+
+    return call
