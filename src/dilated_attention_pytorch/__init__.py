@@ -1,6 +1,8 @@
 """Dilated attention over very long sequences, exact on every device."""
 
 from dilated_attention_pytorch.api import attention, attention_weights, dilated_attention
+from dilated_attention_pytorch.caches import clear_caches
+from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.explain import Explanation, explain
 from dilated_attention_pytorch.nn import (
     BlockSparseRingDilatedAttention,
@@ -27,11 +29,13 @@ __all__ = [
     "MultiheadDilatedAttention",
     "Order",
     "RingDilatedAttention",
+    "Sharding",
     "SparsePatternConfig",
     "Striped",
     "ZigZag",
     "attention",
     "attention_weights",
+    "clear_caches",
     "dilated_attention",
     "explain",
 ]

@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch import backends, ops
+from dilated_attention_pytorch import backends, operators
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.blocks import call as block_call
-from dilated_attention_pytorch.blocks.ops import block_lists
-from dilated_attention_pytorch.checks import check_call, check_options, check_order, check_pattern, check_qkv
+from dilated_attention_pytorch.call import Call, make_call
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.plan.lists import lists_of
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.plan.sequences import host_cu_seqlens, host_lengths
+
+if TYPE_CHECKING:  # importing it imports torch.distributed
+    from dilated_attention_pytorch.distributed.describe import ShardedTraffic
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
-    """What ranks would send one another in a forward, if each had an equal share of the sequence."""
-
-    world_size: int
-    layout: str
-    transport: str  # that transport="auto" takes
-    bytes: int  # to the rank that receives most
-    waits: int  # one after the other
-    own_rows: str  # the backend of a rank's queries with its own keys
-    other_rows: str  # and with those of other ranks
-
-    def __str__(self) -> str:
-        ranks = f"shards    {self.world_size} rank(s), {self.layout}: "
-        own = f"own rows  {self.own_rows}"
-        if not self.bytes:
-            return f"{ranks}nothing is sent\n{own}"
-        sent = f"{self.transport}, {self.bytes / 2**20:,.2f} MiB to a rank, which waits {self.waits} time(s)"
-        return f"{ranks}{sent}\n{own}; rows of others {self.other_rows}"
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockCount:
     """The blocks of a block-sparse call, of all samples and query heads together."""
 
     size: int  # positions
@@ -63,7 +44,6 @@ class Explanation:
 
     backend: str
     kernel: str
-    backward: str  # the backend of the gradients
     refused: tuple[tuple[str, tuple[str, ...]], ...]  # backends asked before, each with its reasons
     sequences: int
     families: int  # 0 for a block-sparse pattern, whose tiles are its blocks
@@ -71,18 +51,15 @@ class Explanation:
     pairs: int  # query-key pairs over all query heads
     dense_pairs: int  # of dense attention over the same sequences
     forward_flops: int
-    sharding: Sharding | None = None
-    blocks: Blocks | None = None  # of a block-sparse pattern
-    why_backward: str = ""  # if it is another backend than the forward's
+    sharding: ShardedTraffic | None = None
+    blocks: BlockCount | None = None  # of a block-sparse pattern
 
     def __str__(self) -> str:
         share = self.pairs / self.dense_pairs if self.dense_pairs else 0.0
-        lines = [f"backend   {self.backend}: {self.kernel}"]
-        if self.backward != self.backend:
-            lines.append(f"backward  {self.backward}: {self.why_backward}")
-        lines += [f"not       {name}: {reason}" for name, reasons in self.refused for reason in reasons]
         tiles = f"{self.families} families, {self.tiles:,} dense tiles" if self.blocks is None else str(self.blocks)
-        lines += [
+        lines = [
+            f"backend   {self.backend}: {self.kernel}",
+            *(f"not       {name}: {reason}" for name, reasons in self.refused for reason in reasons),
             f"plan      {self.sequences} sequence(s), {tiles}",
             f"work      {self.forward_flops / 1e9:,.3f} GFLOP forward, {share:.3%} of the pairs of dense attention",
         ]
@@ -106,10 +83,10 @@ def explain(
 ) -> Explanation:
     """Which backend and kernel ``attention`` would use for these arguments, why not others, and how much work it is.
 
-    The pairs are those computed: under an order, causality hides some of them afterwards. With ``world_size``, also
-    what that many ranks would send one another if they shared these tensors evenly, in the ``layout`` of ``attention``
-    (contiguous by default), and which backends would compute a rank's rows (with exact mixing gradients); the backend of
-    the first line is that of one device. An adaptive pattern chooses its blocks from these tensors.
+    The pairs are those computed: under an order, causality hides some of them afterwards. With ``world_size``, the
+    explanation also says what so many ranks would send one another, and which backends would compute a rank's rows. The
+    ranks then have even shards of these tensors in the ``layout`` of ``attention``, and exact mixing gradients. The backend
+    of the first line is that of one device. An adaptive pattern chooses its blocks from these tensors.
 
     >>> import torch
     >>> q = torch.empty(1, 65536, 8, 64)
@@ -132,194 +109,76 @@ def explain(
     shards    8 rank(s), contiguous: ring, 22.00 MiB to a rank, which waits 7 time(s)
     own rows  sdpa; rows of others sdpa
     """
-    if not isinstance(pattern, BlockSparse):
-        check_pattern(pattern)
-    check_qkv(query, key, value)
-    check_options(None, dropout_p, "exact")
-    check_call(query, key, is_causal, None, lengths, cu_seqlens)
     if layout is not None and world_size is None:
         raise ValueError(f"layout says how a sequence is sharded over ranks: got layout={layout!r} without world_size")
-    if order is not None:
-        check_order(order, query, key, lengths, cu_seqlens)
-    ordered_causal = block_call.causal_by_position(pattern, order, is_causal)
-    if isinstance(pattern, BlockSparse):
-        return _explain_blocks(
-            query, key, pattern, Request.of(query, dropout_p, ordered_causal), is_causal, lengths, cu_seqlens, backend,
-            world_size, layout or "contiguous",
-        )  # fmt: skip
-    request = Request.of(query, dropout_p, ordered_causal)
+    call, (query, key, _) = make_call(
+        query, key, value, pattern, is_causal=is_causal, dropout_p=dropout_p, lengths=lengths, cu_seqlens=cu_seqlens,
+        backend=backend, order=order,
+    )  # fmt: skip
+    request = Request.of(call)
     chosen = backends.choose(backend, request)
-    refused = []
-    for name in backends.candidates(backend, request):
-        if name == chosen:
-            break
-        refused.append((name, tuple(backends.why_not(name, request))))
-    problem = Problem.of(query, key, pattern.spec, is_causal and not ordered_causal, lengths, cu_seqlens)
-    told = backends.for_operator(backend, chosen, request)
-    used, backward = (backends.fastest(told, problem, query, backward=some) for some in (False, True))
-    if used != chosen:
-        refused.append((chosen, (backends.length_rule(problem, query, backward=False),)))
-    why_backward = ""
-    if used != backward:
-        reason = backends.why_not_stock(problem, query, backward=True) or backends.length_rule(
-            problem, query, backward=True
-        )
-        why_backward = f"{ops.kernel_name(backward, query)}; {reason}"
-    plans = problem.plans()
-    samples = [span.samples.stop - span.samples.start for span, _ in plans]
-    group = problem.heads // problem.key_heads
-    pairs = sum(count * plan.pairs * group for count, (_, plan) in zip(samples, plans, strict=True))
-    dense = sum(
-        count * problem.heads * _seen(plan.queries, len(plan.keys), is_causal)
-        for count, (_, plan) in zip(samples, plans, strict=True)
-    )
+    asked = backends.candidates(backend, request)
+    problem, options = operators.problem_and_options(call, query, key)
+    counts = _count_tiles(call, problem) if isinstance(pattern, Dilated) else _count_blocks(call, problem, options.chosen)
+    sharding = None
+    if world_size is not None:
+        from dilated_attention_pytorch.distributed.describe import describe_sharding  # imports torch.distributed
+
+        sharding = describe_sharding(call, (query, key), world_size, layout or "contiguous")
     return Explanation(
-        backend=used,
-        kernel=ops.kernel_name(used, query),
-        backward=backward,
-        refused=tuple(refused),
-        sequences=sum(samples),
-        families=sum(len(plan.families) for _, plan in plans),
-        tiles=sum(
-            count * f.tiles * len(f.key_heads) for count, (_, p) in zip(samples, plans, strict=True) for f in p.families
-        ),
-        pairs=pairs,
-        dense_pairs=dense,
-        forward_flops=4 * query.shape[-1] * pairs,
-        sharding=None
-        if world_size is None
-        else _sharding(query, problem, world_size, layout or "contiguous", request, backend, used),
-        why_backward=why_backward,
+        backend=chosen.name,
+        kernel=chosen.kernel_name(request),
+        refused=tuple((one.name, tuple(one.why_not(request))) for one in asked[: asked.index(chosen)]),
+        sequences=counts.sequences,
+        families=counts.families,
+        tiles=counts.tiles,
+        pairs=counts.pairs,
+        dense_pairs=counts.dense_pairs,
+        forward_flops=4 * call.head_dim * counts.pairs,
+        sharding=sharding,
+        blocks=counts.blocks,
     )
 
 
-def _seen(queries: range, keys: int, is_causal: bool) -> int:
+@dataclass(slots=True)
+class _Counts:
+    sequences: int = 0
+    families: int = 0
+    tiles: int = 0
+    pairs: int = 0
+    dense_pairs: int = 0
+    blocks: BlockCount | None = None
+
+
+def _count_tiles(call: Call, problem: Problem) -> _Counts:
+    counts = _Counts()
+    for span, plan in problem.plans():
+        samples = span.samples.stop - span.samples.start
+        counts.sequences += samples
+        counts.families += len(plan.families)
+        counts.tiles += samples * sum(f.tiles * len(f.key_heads) for f in plan.families)
+        counts.pairs += samples * plan.pairs * problem.heads_per_key
+        counts.dense_pairs += samples * problem.heads * _dense_pairs(plan.queries, len(plan.keys), call.is_causal)
+    return counts
+
+
+def _count_blocks(call: Call, problem: Problem, chosen: Tensor | None) -> _Counts:
+    counts, visible, heads = _Counts(), 0, problem.heads
+    # Lists are counted on the host; only the choice of an adaptive pattern is read from the device.
+    for span, lists in lists_of(problem, chosen, torch.device("cpu")):
+        samples, (list_samples, list_heads, query_blocks) = span.samples.stop - span.samples.start, lists.counts.shape
+        copies = samples // list_samples * (heads // list_heads)
+        counts.sequences += samples
+        counts.tiles += copies * int(lists.counts.sum())
+        counts.pairs += copies * lists.pairs(span.positions, span.length, call.plan_is_causal)
+        counts.dense_pairs += samples * heads * _dense_pairs(span.positions, span.length, call.is_causal)
+        blocks = range(lists.first, lists.first + query_blocks)
+        visible += samples * heads * _dense_pairs(blocks, lists.key_blocks, call.plan_is_causal)
+    counts.blocks = BlockCount(problem.blocks.block_size, counts.tiles, visible)
+    return counts
+
+
+def _dense_pairs(queries: range, keys: int, is_causal: bool) -> int:
     """Pairs of dense attention, for queries at these positions or blocks."""
     n = len(queries)
     return n * (queries.start + 1) + n * (n - 1) // 2 if is_causal else n * keys
-
-
-def _sharding(
-    query: Tensor, problem: Problem, world_size: int, layout: str, request: Request, backend: str, one_device: str
-) -> Sharding:
-    from dilated_attention_pytorch.distributed import heads, local, ring  # imports torch.distributed
-    from dilated_attention_pytorch.distributed.cost import choose_transport, waits
-    from dilated_attention_pytorch.distributed.route import default_bucket_size
-    from dilated_attention_pytorch.shards import Shards
-
-    if problem.queries != problem.keys:
-        raise ValueError(
-            f"a shard has as many queries as keys, got {problem.queries} and {problem.keys}; leave out world_size"
-        )
-    if problem.pattern.torchscale_padding:
-        raise ValueError("a sharded sequence has no torchscale_padding; leave it out, or leave out world_size")
-    shards = Shards.even(problem.keys, world_size, layout)
-    bucket_size = default_bucket_size(shards, query.device.type)
-    reasons = heads.why_not(problem.pattern, problem.keys, problem.key_heads, world_size, request.dropout_p, None, None)
-    costs = ring.traffic(
-        problem.pattern, shards, problem.batch, problem.heads, query.shape[-1], query.element_size(), problem.lengths,
-        problem.cu_seqlens, problem.is_causal, problem.key_heads, bucket_size, not reasons,
-    )  # fmt: skip
-    transport = choose_transport(costs)
-    received = costs.bytes if transport != "ulysses" else costs.ulysses_bytes or 0
-    own = others = one_device  # if heads are exchanged, each rank has whole sequences
-    if transport != "ulysses":
-        others = local.stock_backend(backend, request)
-        own = local.fused_backend(backend, request, problem.pattern, shards, detached=False) or others
-    return Sharding(world_size, layout, transport, received, waits(transport, costs), own, others)
-
-
-def _explain_blocks(
-    query: Tensor,
-    key: Tensor,
-    pattern: BlockSparse,
-    request: Request,
-    is_causal: bool,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    backend: str,
-    world_size: int | None,
-    layout: str,
-) -> Explanation:
-    (batch, n, heads, head_dim), m, size = query.shape, key.shape[1], pattern.block_size
-    pattern.check_call(batch, n, m, heads, is_causal=is_causal, packed=cu_seqlens is not None)
-    chosen = block_call.choose(backend, request, size, n, m)
-    candidates = backends.candidates(backend, request)
-    refused = [(name, tuple(block_call.why_not(name, request, size, n, m))) for name in candidates]
-    by_place = is_causal and not request.ordered
-    # Lists are counted on the host; only a choice by content reads tensors.
-    q, k = (x if pattern.is_adaptive else torch.empty(1).expand(x.shape) for x in (query, key))
-    arguments = block_call.list_arguments(q, k, pattern, lengths, cu_seqlens, by_place, head_dim**-0.5)
-    sequences = computed = visible = pairs = dense = 0
-    for span, lists in block_lists(q, k, *arguments):
-        samples, (list_samples, list_heads, query_blocks) = span.samples.stop - span.samples.start, lists.counts.shape
-        sequences += samples
-        copies = samples // list_samples * (heads // list_heads)
-        computed += copies * int(lists.counts.sum())
-        pairs += copies * lists.pairs(span.positions, span.length, by_place)
-        blocks = range(lists.first, lists.first + query_blocks)
-        visible += samples * heads * _seen(blocks, lists.key_blocks, by_place)
-        dense += samples * heads * _seen(span.positions, span.length, is_causal)
-    sharding = None
-    if world_size is not None:
-        sharding = _block_sharding(
-            query, key, pattern, by_place, lengths, cu_seqlens, world_size, layout, request, backend
-        )  # fmt: skip
-    return Explanation(
-        backend=chosen,
-        kernel=ops.kernel_name(chosen, query, "block lists"),
-        backward=chosen,
-        refused=tuple(refused[: candidates.index(chosen)]),
-        sequences=sequences,
-        families=0,
-        tiles=computed,
-        pairs=pairs,
-        dense_pairs=dense,
-        forward_flops=4 * head_dim * pairs,
-        sharding=sharding,
-        blocks=Blocks(size, computed, visible),
-    )
-
-
-def _block_sharding(
-    query: Tensor,
-    key: Tensor,
-    pattern: BlockSparse,
-    is_causal: bool,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    world_size: int,
-    layout: str,
-    request: Request,
-    backend: str,
-) -> Sharding:
-    from dilated_attention_pytorch.distributed import local  # imports torch.distributed
-    from dilated_attention_pytorch.distributed.block_ring import costs_of
-    from dilated_attention_pytorch.distributed.block_work import static_work
-    from dilated_attention_pytorch.distributed.cost import choose_transport, waits
-    from dilated_attention_pytorch.shards import Shards
-
-    (batch, n, heads, head_dim), (m, key_heads) = query.shape, key.shape[1:3]
-    if n != m:
-        raise ValueError(f"a shard has as many queries as keys, got {n} and {m}; leave out world_size")
-    if pattern.is_adaptive and (lengths is not None or cu_seqlens is not None):
-        raise ValueError(
-            "what an adaptive pattern sends follows from the content of each sequence: leave out world_size, or explain "
-            "one sequence at a time, without lengths and cu_seqlens"
-        )
-    shards = Shards.even(m, world_size, layout)
-    work = static_work(
-        block_call.as_chosen(query, key, pattern, is_causal, head_dim**-0.5),
-        shards,
-        0,
-        (batch, heads, key_heads),
-        torch.device("cpu"),
-        is_causal=is_causal,
-        lengths=host_lengths(lengths, m),
-        cu_seqlens=host_cu_seqlens(cu_seqlens, m),
-    )
-    costs = costs_of(work, shards, query, key_heads)
-    transport = choose_transport(costs)
-    others = local.stock_backend(backend, request)
-    own = local.fused_backend(backend, request, pattern, shards, detached=False) or others
-    return Sharding(world_size, layout, transport, costs.bytes, waits(transport, costs), own, others)

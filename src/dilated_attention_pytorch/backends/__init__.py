@@ -8,6 +8,7 @@ from dilated_attention_pytorch.backends.reference import REFERENCE
 from dilated_attention_pytorch.backends.request import Backend, Request
 from dilated_attention_pytorch.backends.sdpa import SDPA
 from dilated_attention_pytorch.backends.triton import TRITON
+from dilated_attention_pytorch.execute.loop import TileKernel
 
 # In the order in which "auto" asks them; docs/kernels.md has the measurements.
 BACKENDS: tuple[Backend, ...] = (HOPPER, TRITON, SDPA, EAGER, REFERENCE)
@@ -38,3 +39,8 @@ def choose(name: str, request: Request) -> Backend:
             return backend
         refusals += [f"  {backend.name}: {reason}" for reason in reasons]
     raise ValueError("no backend can serve this call:\n" + "\n".join(refusals))
+
+
+def stock_kernel(name: str, request: Request) -> TileKernel:
+    """The tile kernel of a backend of stock kernels."""
+    return {"sdpa": SDPA, "eager": EAGER}[name].kernel(request)

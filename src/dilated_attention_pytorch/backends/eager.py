@@ -1,33 +1,27 @@
 """Tiles by plain matrix products: any device, any floating-point type, any head size. Slower than a fused kernel.
 
-Query rows go in blocks, so that the scores of a call stay below a fixed number of elements.
+A call computes its query rows in blocks, so that its scores stay below a fixed number of elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.execute.loop import Factors, TileKernel
+from dilated_attention_pytorch.backends.stock import StockBackend
+from dilated_attention_pytorch.dtypes import accumulate_dtype
+from dilated_attention_pytorch.execute.loop import TileKernel
 
 _MAX_SCORES = 2**25
 _MAX_FACTORS = 2**22  # the hash of dropout takes several 64-bit numbers per pair
-
-
-def why_not(request: Request) -> list[str]:
-    """Nothing is refused."""
-    return []
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+# Function of a slice of query rows and a slice of key rows: what dropout multiplies their weights by.
+Factors = Callable[[slice, slice], Tensor]
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """A row that sees nobody has only scores of -inf: their weights are 0 with any lse but -inf."""
+    """lse with 0 for -inf: a row that sees no key has only scores of -inf, whose weights are then 0."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
@@ -36,7 +30,7 @@ def _blocks(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Blocks of query rows with the keys they may see and their scores."""
     units, heads, rows, _ = q.shape
-    dtype = _compute_dtype(q)
+    dtype = accumulate_dtype(q.dtype)
     step = max(1, min(rows, most // max(1, units * heads * k.shape[2])))
     for start in range(0, rows, step):
         block = slice(start, min(start + step, rows))
@@ -59,7 +53,7 @@ def _forward(
     factors: Factors | None = None,
     positions: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    dtype = _compute_dtype(q)
+    dtype = accumulate_dtype(q.dtype)
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
     most = _MAX_SCORES if factors is None else _MAX_FACTORS
@@ -85,7 +79,7 @@ def _backward(
     factors: Factors | None = None,
     positions: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = _compute_dtype(q)
+    dtype = accumulate_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     most = _MAX_SCORES if factors is None else _MAX_FACTORS
     for block, seen, scores in _blocks(q, k, causal, scale, most, positions):
@@ -95,8 +89,8 @@ def _backward(
         dweights = torch.matmul(dout_block, v[:, :, seen].to(dtype).transpose(-1, -2))
         kept = weights
         if factors is not None:
-            some = factors(block, seen).to(dtype)
-            kept, dweights = weights * some, dweights.mul_(some)
+            factor = factors(block, seen).to(dtype)
+            kept, dweights = weights * factor, dweights.mul_(factor)
         dv[:, :, seen] += torch.matmul(kept.transpose(-1, -2), dout_block)
         dscores = dweights.sub_(delta).mul_(weights)
         dq[:, :, block] = torch.matmul(dscores, k[:, :, seen].to(dtype)).mul_(scale)
@@ -105,8 +99,4 @@ def _backward(
 
 
 KERNEL = TileKernel("eager", _forward, _backward)
-
-
-def kernel(request: Request) -> TileKernel:
-    """The one tile kernel of this backend."""
-    return KERNEL
+EAGER = StockBackend("eager", why_not=lambda request: [], kernel=lambda request: KERNEL)

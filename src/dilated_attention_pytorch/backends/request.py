@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from dilated_attention_pytorch.call import Call
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
@@ -32,7 +33,7 @@ class Request:
         blocks = call.pattern if isinstance(call.pattern, BlockSparse) else None
         return Request(
             device=call.device.type,
-            capability=torch.cuda.get_device_capability(call.device) if call.device.type == "cuda" else (0, 0),
+            capability=_capability(call.device),
             dtype=call.dtype,
             head_dim=call.head_dim,
             dropout_p=call.dropout_p,
@@ -40,6 +41,15 @@ class Request:
             block_size=None if blocks is None else blocks.block_size,
             square=blocks is None or call.queries == call.keys,
         )
+
+    @staticmethod
+    def like(query: Tensor) -> Request:
+        """The request of tiles of this query tensor, by which a stock kernel is chosen."""
+        return Request(query.device.type, _capability(query.device), query.dtype, query.shape[-1])
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 class Backend(Protocol):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.request import DROPOUT_REASON, ORDER_REASON, Request
+from dilated_attention_pytorch.backends.stock import StockBackend
 from dilated_attention_pytorch.execute.loop import TileKernel
 
 _aten = torch.ops.aten
@@ -50,9 +51,9 @@ def _cudnn_backward(
     if q.shape[2] == k.shape[2] == 1:
         return _flash_backward(dout, q, k, v, out, lse, causal, scale)
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    # PyTorch keeps compiled cuDNN graphs by the strides of q, k and v alone. So those of dout and out must follow from
-    # them: with others, a graph made for an earlier call is used, and the gradients are wrong without an error. They are
-    # those of q, always; where the three lie differently, all of them are copied.
+    # PyTorch caches compiled cuDNN graphs by the strides of q, k and v alone. If dout and out had other strides than in an
+    # earlier call, its graph would be used and the gradients would be wrong without an error. So both get the strides of
+    # q; if they differ, all three are copied.
     if not dout.stride() == out.stride() == q.stride():
         dout, out, q = map(_as_forward_returns_it, (dout, out, q))
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
@@ -159,16 +160,19 @@ KERNELS: tuple[tuple[TileKernel, Callable[[Request], list[str]]], ...] = (
 )
 
 
-def why_not(request: Request) -> list[str]:
+def _why_not(request: Request) -> list[str]:
     """No reason if one of the operators can serve the request, else the reasons of all."""
     if request.dropout_p > 0.0:
         return [DROPOUT_REASON.format(p=request.dropout_p)]
-    if request.ordered:
+    if request.masks_by_position:
         return [ORDER_REASON]
     refusals = [reasons(request) for _, reasons in KERNELS]
     return [] if not all(refusals) else [reason for reasons in refusals for reason in reasons]
 
 
-def kernel(request: Request) -> TileKernel:
+def _kernel(request: Request) -> TileKernel:
     """The first operator that can serve the request."""
     return next(kernel for kernel, reasons in KERNELS if not reasons(request))
+
+
+SDPA = StockBackend("sdpa", _why_not, _kernel)

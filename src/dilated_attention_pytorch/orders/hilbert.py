@@ -14,7 +14,7 @@ from math import isqrt, prod
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.ops import define_operator
+from dilated_attention_pytorch.dispatch import define_operator
 
 Device = torch.device | str | None
 

@@ -151,17 +151,17 @@ class Dilated:
         """Lengths, rates, offsets and padding.
 
         >>> Dilated([4, 8], [1, 2], offsets=[0, 1]).spec
-        '4,8|1,2|0,1|'
+        'dilated|4,8|1,2|0,1|'
         """
         offsets = self.offsets if isinstance(self.offsets, str) else ",".join(map(str, self.offsets))
         lengths, rates = (",".join(map(str, values)) for values in (self.segment_lengths, self.dilation_rates))
-        return f"{lengths}|{rates}|{offsets}|{'torchscale_padding' if self.torchscale_padding else ''}"
+        return f"dilated|{lengths}|{rates}|{offsets}|{'torchscale_padding' if self.torchscale_padding else ''}"
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def from_spec(spec: str) -> Dilated:
         """The pattern that ``spec`` describes."""
-        lengths, rates, offsets, padding = spec.split("|")
+        _, lengths, rates, offsets, padding = spec.split("|")
         return Dilated(
             [int(x) for x in lengths.split(",")],
             [int(x) for x in rates.split(",")],

@@ -73,12 +73,12 @@ class Problem:
 
 
 @lru_cache(maxsize=256)
-def find_problem(spec: str, *fields: Any) -> Problem:
-    """The dilated problem with the pattern ``spec`` and these further fields of ``Problem``.
+def find_problem(pattern: str | BlockRule, *fields: Any) -> Problem:
+    """The problem with these fields; a dilated pattern is given by its ``spec``.
 
     Equal arguments give the same object, which caches find again without comparing fields.
     """
-    return Problem(Dilated.from_spec(spec), *fields)
+    return Problem(Dilated.from_spec(pattern) if isinstance(pattern, str) else pattern, *fields)
 
 
 @lru_cache(maxsize=256)

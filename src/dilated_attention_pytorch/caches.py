@@ -1,0 +1,49 @@
+"""All caches of the library, in one place.
+
+Every cache is bounded: the oldest entry goes when a new one finds no room. ``clear_caches`` empties them, for example to
+free launch tables on a device. What a captured CUDA graph reads stays alive until the process ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A module-level function or object with ``cache_clear()``."""
+
+    module: str
+    name: str
+    holds: str
+
+
+CACHES = (
+    Cache("patterns.dilated", "Dilated.from_spec", "dilated patterns by their string"),
+    Cache("patterns.blocks", "SparsePatternConfig.from_spec", "block-sparse configurations by their string"),
+    Cache("patterns.blocks", "_digest", "hashes of masks, which ranks compare"),
+    Cache("patterns.tiers", "_pattern", "patterns of ranks by configuration and shards"),
+    Cache("orders.hilbert", "_copies", "how a Hilbert curve is made of smaller ones, two entries"),
+    Cache("plan.tiles", "compile_plan", "plans by pattern, length and key heads"),
+    Cache("plan.problem", "find_problem", "problems by their fields"),
+    Cache("plan.problem", "_plans", "the plans of a problem's sequences"),
+    Cache("plan.lists", "_given_rule", "given block lists by the identity of their tensors"),
+    Cache("plan.lists", "_static_lists", "block lists by configuration and length"),
+)
+
+
+def clear_caches() -> None:
+    """Empty every cache of the library in this process.
+
+    Results do not change. The next calls plan again and copy their launch tables to the device again.
+
+    >>> clear_caches()
+    """
+    for cache in CACHES:
+        found = sys.modules.get(f"dilated_attention_pytorch.{cache.module}")
+        if found is None:  # never imported, so nothing is cached
+            continue
+        for attribute in cache.name.split("."):
+            found = getattr(found, attribute)
+        found.cache_clear()  # type: ignore[attr-defined]
