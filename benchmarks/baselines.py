@@ -1,4 +1,4 @@
-"""What others do, written for the comparison: the authors' method, and FlexAttention."""
+"""Other implementations of dilated attention, for comparison: the method of the paper's authors, and FlexAttention."""
 
 from __future__ import annotations
 

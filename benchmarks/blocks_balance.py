@@ -1,10 +1,10 @@
-"""How evenly lists of blocks lie on the multiprocessors of a GPU, by counting: no GPU is needed.
+"""How evenly are lists of blocks spread over the multiprocessors of a GPU? By counting: no GPU is needed.
 
     python benchmarks/blocks_balance.py
 
-Random masks as in blocks_gpu.py, 65,536 tokens in blocks of 128, 16 heads, 132 multiprocessors; long lists of a head come
-first, as in the tables. The load of the most loaded multiprocessor over the mean: items shared out in turns, and taken as
-they come to whoever is free.
+The masks are random as in blocks_gpu.py: 65,536 tokens in blocks of 128, 16 heads, 132 multiprocessors. Long lists of a
+head come first, as in the tables. The output is the load of the most loaded multiprocessor over the mean: for items
+that are assigned round-robin, and for items that the next free multiprocessor takes.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/blocks_bytes.py [--docs]
 
-writes results/blocks_bytes.json; ``--docs`` makes the plot and the tables of docs/block_sparse.md from that file. No data
-is sent and no attention is computed: what goes over the wire is compared with the schedule in
-tests/ranks/test_block_ring.py.
+The command writes results/blocks_bytes.json. ``--docs`` draws the plot and prints the tables of docs/block_sparse.md
+from that file. No data is sent and no attention is computed: tests/ranks/test_block_ring.py
+compares the schedule with the bytes that are sent.
 """
 
 from __future__ import annotations

@@ -2,18 +2,24 @@
 
     PYTHONPATH=src python3 benchmarks/blocks_gpu.py [--only 'random 0.1 D=64,window D=64'] [--backends auto] [--out FILE]
 
-One table, a line for each way. ``x flex`` is FlexAttention's time with the same block mask, compiled, over ours: all blocks
-declared full, or (``x masked``) none, so that it evaluates the mask inside; ``--flex made`` adds what ``create_block_mask``
-makes of that mask, all blocks full and the mask for others, of which there are none; ``--flex listed`` none full and a mask
-that is always true. ``x rate`` is our rate on the blocks computed over that of dense cuDNN attention; ``x dense`` the time
-of dense attention of the same length over ours. Errors are differences from the path of stock operators (``sdpa``) on the
-same tensors, relative, by norms: forward of out, backward the largest of dq, dk and dv; FlexAttention's own beside it, so
-that it is seen to compute the same. ``GiB`` is the extra memory of a forward, ``needed`` that of out, lse and lists.
+The table has one line per direction. ``x flex`` is the time of compiled FlexAttention with the same blocks over ours.
+``--flex`` chooses what the ``BlockMask`` says:
 
-All methods of a setting take turns, ``ROUNDS`` times, calls queued one behind the other, so that no method is charged for
-its Python. One after the other would not do: about a second after the GPU has been idle (compiling), its clock falls by a
-tenth for some 0.3 s, and then by less about every second (settle_gpu.py); whoever is measured then is 2 to 3 % slower. So
-a turn lasts a second, and another one before it that is not counted.
+* ``full``: all blocks are full and there is no mask function.
+* ``made``: what ``create_block_mask`` makes. All blocks are full, and the mask function stays for partial blocks, of
+  which there are none.
+* ``listed``: no block is full, and the mask function is always true.
+* ``masked``: no block is full, and the mask function reads the mask of blocks.
+
+``x rate`` is our rate on the computed blocks over the rate of dense cuDNN attention. ``x dense`` is the time of dense
+attention of the same length over ours. Errors are relative differences, by norms, from the path of stock operators
+(``sdpa``) on the same tensors: of out for the forward, the largest of dq, dk and dv for the backward. ``theirs`` is the
+error of FlexAttention, which shows that it computes the same. ``GiB`` is the extra memory of a forward, ``needed`` that
+of out, lse and lists.
+
+The methods of a setting take turns, ``ROUNDS`` times, and calls are queued, so that no method pays for its Python.
+About one second after an idle time (compilation) the clock of the GPU falls by a tenth for about 0.3 s. A method that
+is measured then is 2 to 3 % slower. Therefore a turn lasts one second, after one second that is not counted.
 """
 
 from __future__ import annotations

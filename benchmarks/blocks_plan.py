@@ -1,9 +1,11 @@
-"""How long the lists of block-sparse patterns take to make, and the tables that kernels read, for a million tokens.
+"""How long does it take to make the lists of block-sparse patterns, and the tables that kernels read, for a million
+tokens?
 
     python benchmarks/blocks_plan.py
 
-writes results/blocks_plan.json: milliseconds of one thread of the processor, the least of seven, so that what else the
-machine does counts little. Both are made once for a shape and kept; the table by key block with the first backward.
+The command writes results/blocks_plan.json: milliseconds of one thread of the processor, the least of seven, so that
+other load on the machine counts little. Lists and tables are made once for a shape and cached; the table by key block
+is made with the first backward.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python benchmarks/cpu.py [--quick] [--causal]
 
-``ratio`` is the measured time over (floating-point operations of the plan / rate of PyTorch's dense CPU kernel at
-L = 2048, measured in the same run before and after). 1.0 means: as fast as if the tiles were all there is.
+``ratio`` is the measured time over the time that the floating-point operations of the plan take at the rate of
+PyTorch's dense CPU kernel at L = 2048. That rate is measured in the same run, before and after. A ratio of 1.0 means
+that everything except the products costs nothing.
 """
 
 from __future__ import annotations

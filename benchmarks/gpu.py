@@ -2,13 +2,17 @@
 
     PYTHONPATH=src python3 benchmarks/gpu.py [--only paper,gigapath] [--backends auto,sdpa,triton,authors,flex] [--out FILE]
 
-``x dense`` is the rate over that of dense cuDNN attention of the same head size, type and causality at the typical tile
-length L = w / r, measured in the same run, before and after. Forward FLOPs are 4 D per pair, backward 2.5 times that.
-Calls follow one another as in training, at the power limit of the GPU, see ``steady_milliseconds``. *Rested* is the median
-of five calls after a second of rest, as many published figures are: faster, because the GPU is not at its limit yet.
-Sequences up to 16,384 tokens have three more figures: replays of a CUDA graph, single calls, for whose first line of Python
-the GPU waits, and calls that follow one another with autograd in the thread that calls (*one thread*): by default it has a
-thread of its own for each GPU, and to wake that up and to be woken by it takes about as long as these sequences.
+``x dense`` is the rate divided by the rate of dense cuDNN attention with the same head size, type and causality. The
+dense tiles have the typical tile length L = w / r of the setting and are measured in the same run, before and after. A
+forward has 4 D FLOPs per pair, a backward 2.5 times as many.
+
+Calls are queued one after the other, as in training, so the GPU reaches its power limit (``steady_milliseconds``).
+*Rested* is the median of five calls after one second without work. It is faster, because the clock has not fallen yet.
+
+Sequences up to 16,384 tokens have three more figures: replays of a CUDA graph, single calls that include the time until
+the host launches the first kernel, and calls with autograd in the calling thread (*one thread*). By default autograd
+uses one thread per GPU. Waking that thread, and being woken by it, takes about as long as the kernels of such
+sequences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pictures that lie in the wheel of scikit-image, read without importing it.
+"""Pictures from the wheel of scikit-image, read without importing it.
 
 pip install --no-deps scikit-image==0.26.0
 """

@@ -1,10 +1,10 @@
-"""All gradients by one kernel (hopper/joint.py) against dq and dk, dv apart: bits, errors, times.
+"""One backward kernel for dq, dk and dv (hopper/kernels/joint.py) against two kernels: bits, differences, times.
 
     PYTHONPATH=src python3 benchmarks/joint_gpu.py 'odd,D64,D48,gigapath,paper,paper causal' [--compile] [--out FILE]
 
-From how many pairs on one kernel pays: the settings 2k to 64k are the first tokens of gigapath, "paper 2k" to "paper 64k"
-those of paper; from how long tiles on: D64/128 to D64/1024. gigapath/1 to gigapath/16 are its branches alone, by their
-rates. Any of them may be followed by " causal".
+The figures decide the thresholds of ``joint_config`` in backends/hopper/configs.py. Number of pairs: the settings 2k to
+64k are the first tokens of gigapath, "paper 2k" to "paper 64k" those of paper. Length of tiles: D64/128 to D64/1024.
+The settings gigapath/1 to gigapath/16 are its single branches, named by their rates. " causal" may follow any setting.
 """
 
 from __future__ import annotations

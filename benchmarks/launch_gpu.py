@@ -1,4 +1,4 @@
-"""Short sequences on one GPU, with kernels launched by Triton's dispatcher and called directly, in the same run.
+"""What does it save to call compiled kernels directly, without Triton's dispatcher? Short sequences on one GPU.
 
     PYTHONPATH=src python3 benchmarks/launch_gpu.py [--out FILE]
 

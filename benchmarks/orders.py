@@ -1,10 +1,11 @@
-"""Orders on the CPU: how compact segments are along a Hilbert curve against row by row, and what making orders costs.
+"""Orders on the CPU: how compact segments are along a Hilbert curve and in row-major order, and what making orders
+costs.
 
     python benchmarks/orders.py [--quick]
     pip install --no-deps scikit-image==0.26.0 && python benchmarks/orders.py --tissue [--quick]
 
-The first takes a 1024 x 1024 grid and writes benchmarks/results/orders.json and docs/orders.svg. The second takes pixels
-of tissue in a picture that lies in the wheel of scikit-image, scattered points without the background, and writes
+The first command takes a 1024 x 1024 grid and writes benchmarks/results/orders.json and docs/orders.svg. The second
+takes the tissue pixels of a picture from the wheel of scikit-image: scattered points without the background. It writes
 benchmarks/results/orders_tissue.json and docs/orders_tissue.png.
 """
 

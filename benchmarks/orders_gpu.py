@@ -1,9 +1,10 @@
-"""Orders on one GPU: making them, and what they add to dilated attention over a million tokens.
+"""Orders on one GPU: the cost of making them, and what they add to dilated attention over a million tokens.
 
     PYTHONPATH=src python3 benchmarks/orders_gpu.py [--out FILE]
 
-``per model``: one layer of attention whose input is ordered once and whose output is put back, forward and backward, so
-the most that an order done once can add; with more layers it is divided by their number. ``per call``: attention(order=).
+"the order and back" is one permutation of the input of a layer and one of its output, forward and backward. That is the
+most that an order can add to a model that applies it once; it does not grow with the number of layers.
+"attention(order=)" permutes q, k, v and out in the call.
 """
 
 from __future__ import annotations

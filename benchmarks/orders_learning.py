@@ -1,13 +1,14 @@
-"""Does the order matter to what a model learns? Masked pixels of real pictures, Hilbert against row by row.
+"""Does the order of tokens change what a model learns? Masked pixels of real pictures, Hilbert and row-major order.
 
     pip install --no-deps scikit-image==0.26.0
     python benchmarks/orders_learning.py [--quick]
 
-A model of two layers of dilated attention sees a crop of 64 x 64 pixels, a token per pixel, of which half are hidden in
-squares of 4 x 4, and predicts the hidden ones. The runs differ in the order of the tokens alone: the same initial weights,
-crops, masks and steps, and every token carries its two coordinates. Training and test pictures are different pictures.
+A model of two layers of dilated attention sees a crop of 64 x 64 pixels, one token per pixel. Half of the pixels are
+hidden in squares of 4 x 4, and the model predicts them. The runs differ only in the order of the tokens: initial
+weights, crops, masks and steps are equal, and every token carries its two coordinates. Training and test pictures are
+different pictures.
 
-Takes about 10 minutes on two cores, one process on each. Writes benchmarks/results/orders_learning.json and
+It takes about 10 minutes on two cores, with one process on each. It writes benchmarks/results/orders_learning.json and
 docs/orders_learning.png.
 """
 

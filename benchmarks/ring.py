@@ -2,8 +2,8 @@
 
     python benchmarks/ring.py [memory] [traffic] [speed] [--docs]
 
-Each part that is named (all by default) replaces its section of results/ring_cpu.json; ``--docs`` makes the plot and the
-tables of docs/distributed.md from that file. ``speed`` wants two idle cores and some minutes.
+Each named measurement (all by default) replaces its section of results/ring_cpu.json. ``--docs`` draws the plot and
+prints the tables of docs/distributed.md from that file. ``speed`` needs two idle cores and some minutes.
 """
 
 from __future__ import annotations

@@ -3,14 +3,17 @@
     PYTHONPATH=src python3 benchmarks/ring_gpu.py [--tokens 262144 1048576] [--ranks 2 4] [--backend auto] [--mps]
         [--out FILE]
 
-``single`` is the same work by one rank of a group of one, which communicates nothing; ``alone`` the same call without a
-group, by the kernels that serve one device best. ``copies`` is the time of all messages of a forward and a backward without
-any computation. Ranks of one GPU share its time, so at best ``seconds`` is ``alone``; the table has the ratio to each of
-them with the copies added. With ``--mps`` ranks share the GPU by CUDA's multi-process service, whose daemon is started for
-the run; without, the driver gives each process the whole GPU in turns. ``difference`` is the largest relative one of out,
-dq, dk and dv from ``single``, over sampled rows. With ``shared_memory`` rows went through memory that ranks share, not
-through gloo. Times are the median of three calls after one that is not counted; where calls take a second, of one, and
-where they take several, the first. Copies, and ``alone`` of one branch, are timed once.
+``single`` is the same problem on a group of one rank, which communicates nothing. ``alone`` is the same call without a
+group. ``copies`` is the time of all messages of a forward and a backward without any computation. The ranks share the
+time of one GPU, so ``seconds`` is at best ``alone``. The table has the ratio to each of both with the copies added.
+
+With ``--mps`` the ranks share the GPU through CUDA's multi-process service, whose daemon is started for the run.
+Without it, the driver gives each process the whole GPU in turns. ``difference`` is the largest relative difference of
+out, dq, dk and dv from ``single``, over sampled rows.
+
+Times are the median of three calls after one that is not counted. Calls that take about a second are timed once after
+one that is not counted, and calls that take several seconds are timed once. Copies, and ``alone`` with one branch, are
+timed once.
 """
 
 from __future__ import annotations
@@ -36,7 +39,6 @@ from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.distributed import Shards
 from dilated_attention_pytorch.distributed.dilated_work import DilatedWork
 from dilated_attention_pytorch.distributed.executor import Exchange, Job
-from dilated_attention_pytorch.distributed.host_memory import host_memory
 from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
 from dilated_attention_pytorch.distributed.transport import Wire
 
@@ -129,7 +131,6 @@ def work(rank: int, world: int, folder: str, lengths: list[int], backend: str) -
                 if warm_up:
                     copies(*arguments)
                 row["copy_seconds"], _ = timed(lambda arguments=arguments: copies(*arguments), world)
-                row["shared_memory"] = len(host_memory(dist.group.WORLD).processes) == world - 1
             found.append(row)
             torch.save([x[0, rows.to(GPU)].float().cpu() for x in result], f"{folder}/{world}.{rank}.{n}.{number}.pt")
             if rank == 0:

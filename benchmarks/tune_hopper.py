@@ -1,11 +1,11 @@
-"""Time configurations of the Hopper kernels against dense cuDNN attention, each checked against the portable kernels.
+"""Configurations of the Hopper kernels: time, comparison with the portable kernels, and the same bits in 20 runs.
 
     PYTHONPATH=src python3 benchmarks/tune_hopper.py [--shipped] [--out FILE]
 
-Edit CANDIDATES, run, and put the best into backends/hopper/configs.py. ``x dense``: of the rate of dense cuDNN attention at
-tiles of 2048, forward for the forward; dq and dkv are given in milliseconds, to be added up, beside the milliseconds that
-dense cuDNN attention would take for the backward FLOPs. ``--shipped`` takes only the configurations
-that are there already, about a minute.
+Edit CANDIDATES, run, and put the best configurations into backends/hopper/configs.py. ``x dense`` of a forward is its
+rate over that of dense cuDNN attention with tiles of 2048. For dq and dkv compare the sum of their milliseconds with
+the milliseconds that dense cuDNN attention would take for the FLOPs of the backward. ``--shipped`` measures only the
+configurations of the table, which takes about a minute.
 """
 
 from __future__ import annotations

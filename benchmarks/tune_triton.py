@@ -2,10 +2,11 @@
 
     PYTHONPATH=src python3 benchmarks/tune_triton.py [--only 'float32 blocks dq 64,bfloat16 dilated dq 256'] [--out FILE]
 
-32,768 tokens, 768 numbers a row, the paper's pattern or random blocks of 128 of density 0.1. Edit CANDIDATES, run, and put
-the best into backends/triton/configs.py. A time of dq or dkv is that of the backward with the other kernel as shipped;
-`sdpa` is PyTorch's own attention on strided views. An error is that of out, or the largest of dq, dk and dv,
-relative, by norms, against plain products in float64 (2,048 tokens). Each candidate is compiled in a process of its own.
+The problems have 32,768 tokens, rows of 768 numbers, and the paper's pattern or random blocks of 128 with density 0.1.
+Edit CANDIDATES, run, and put the best sizes into backends/triton/configs.py. A time of dq or dkv is that of the whole
+backward, in which the other kernel has its shipped sizes. `sdpa` is PyTorch's own attention on strided views. Errors
+are relative, by norms, against products in float64 (2,048 tokens): of out, or the largest of dq, dk and dv. Each
+candidate is compiled in its own process.
 """
 
 from __future__ import annotations
