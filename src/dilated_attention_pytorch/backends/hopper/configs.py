@@ -1,4 +1,4 @@
-"""How the Hopper kernels are cut: a frozen table by head size, measured by benchmarks/tune_hopper.py and variants_gpu.py."""
+"""Tile sizes of the Hopper kernels: a frozen table by head size, measured by benchmarks/tune_hopper.py and joint_gpu.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Configs:
     joint: Config | None = None  # all gradients at once, see joint_config
 
 
-# By the head size, up to this one.
+# By the head size, up to this one. benchmarks/results/h200_tune_hopper.json has candidates at 64 and 128, measured with
+# early kernels. At the power limit the choice of operands in registers was measured again, also at 96
+# (docs/kernels_history.md, "Hopper forward" and "Hopper backward", version 9).
 TABLE = {
     32: Configs(Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2, overlap=True)),
     64: Configs(
@@ -51,13 +53,14 @@ def configs(head_dim: int) -> Configs:
     return TABLE[min(size for size in TABLE if size >= head_dim)]
 
 
-# From how many pairs of a query and a key on, causal ones counted whole, and from how many keys of a query's tile on (the mean)
-# all gradients are computed at once: programs begin one after the other then, and dq is rounded apart, which takes time that
-# five products instead of seven save. Milliseconds at once / apart, one H200 (docs/kernels.md, version 13):
-# paper of 4k tokens (2**27.3 pairs) 0.38 / 0.35, of 8k 0.68 / 0.68, of 64k 4.8 / 5.6; short (2**28.4) 0.58 / 0.60 to 0.66, causal
-# 0.37 / 0.45; gigapath of 8k 0.65 / 0.72, of 128k 18.5 / 21.4, causal 10.5 / 16.8.
+# The joint backward is used from this many query-key pairs on; causal tiles count as full ones. Its programs start one
+# after the other and dq is rounded in a separate step, which costs more than the two saved products on small problems.
+# Milliseconds of the joint kernel / two kernels, one H200 (benchmarks/results/h200_joint_chunks.json): paper with 4k
+# tokens (2**27.3 pairs) 0.38 / 0.35, 8k 0.68 / 0.68, 64k 4.8 / 5.6; short (2**28.4) 0.58 / 0.60 to 0.66, causal 0.37 /
+# 0.45; gigapath with 8k tokens 0.65 / 0.72, 128k 18.5 / 21.4, causal 10.5 / 16.8.
 _JOINT_FROM_PAIRS = 2**28
-# Tiles of 128 tokens 1.08 / 0.95, of 256 1.19 / 1.19, of 512 1.73 / 1.74, of 1024 2.59 / 3.08; causal 1.10 / 0.99, 1.15 / 1.20, 1.35 / 1.40.
+# And from this many keys per query on, on average. Same file, one branch with tiles of 128 rows 1.08 / 0.95, 256 1.19 / 1.19,
+# 512 1.73 / 1.74, 1024 2.59 / 3.08; causal 1.10 / 0.99, 1.15 / 1.20, 1.35 / 1.40.
 _JOINT_FROM_KEYS = 256
 _MULTIPROCESSORS = 132  # of an H100 or H200
 

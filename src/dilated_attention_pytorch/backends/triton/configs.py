@@ -30,9 +30,10 @@ class Configs:
 
 
 # Keyed by (bytes per element, padded head size); the smallest padded head size that fits is taken.
-# The best of a quick sweep on an H200 (float32 and 256: benchmarks/tune_triton.py), but gradients of (4, 256), which are
-# safe sizes that nobody has tuned. Not for float32: 64 rows, 8 warps and blocks of 16. Triton 3.6 makes products of 8
-# columns then, which read memory that is not theirs (docs/kernels.md, version 14).
+# Measured on an H200 by benchmarks/tune_triton.py: (4, 64) and (4, 128) in benchmarks/results/h200_tune_float32.json, (2,
+# 256) in h200_tune_triton_256_more.json. The other half-precision sizes and the forward of (4, 256) are from sweeps that
+# were not kept. The gradients of (4, 256) are not tuned. float32 must not have 64 rows, 8 warps and blocks of 16: Triton
+# 3.6 compiles them to products of 8 columns that read foreign memory (docs/kernels.md, "Traps for kernel writers").
 _HOPPER = {
     (2, 64): Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
     (2, 128): Configs(Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 2)),
