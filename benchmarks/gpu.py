@@ -77,7 +77,7 @@ SETTINGS = {
 
 
 def versions() -> dict[str, object]:
-    """What a report says of where it was made."""
+    """The GPU and the versions that a report names."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "python": platform.python_version(),
@@ -94,7 +94,7 @@ def tensors(s: Setting, batch: int = 1, n: int | None = None) -> list[torch.Tens
 
 
 def milliseconds(call, repeats: int = 7) -> float:
-    """The median of events around single calls, after two that are not counted: the GPU waits for Python's first line."""
+    """The median time of single calls by events, after two that are not counted. It includes the launch by the host."""
     for _ in range(2):
         call()
     times = []
@@ -109,10 +109,10 @@ def milliseconds(call, repeats: int = 7) -> float:
 
 
 def steady_milliseconds(call, seconds: float = 0.5) -> float:
-    """The mean of calls that follow one another as in training, after as many that are not counted.
+    """The mean time of queued calls, as in training, after as many that are not counted.
 
-    Attention takes an H200 to its 700 W: from then on its clock is what the power allows, 7 to 20 % below that of the
-    first milliseconds. Kernels are compared where they stay.
+    Attention brings an H200 to its power limit of 700 W. Its clock is then 7 to 20 % below that of the first
+    milliseconds. Kernels are compared in that state.
     """
     calls = max(3, math.ceil(seconds * 1e3 / milliseconds(call, 1)))
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -131,7 +131,7 @@ def rested_milliseconds(call) -> float:
 
 
 def graph_milliseconds(make_call: Callable[[], Callable[[], object]]) -> float:
-    """Replays of a CUDA graph of a call that is made on the stream of the capture: without the cost of Python."""
+    """The time of replays of a CUDA graph, without the cost of Python. The call is made on the stream of the capture."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call = make_call()
