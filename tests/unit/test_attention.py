@@ -58,11 +58,11 @@ def test_batches_of_several_tiles(backend, n, m, causal):
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_partial_results_cut_into_many_calls(backend, monkeypatch):
-    """The pieces that bound memory on long sequences, forced on a short one."""
+    """The calls that bound memory on long sequences, forced on a short one."""
     from dilated_attention_pytorch.backends import eager
-    from dilated_attention_pytorch.execute import loop as tiles
+    from dilated_attention_pytorch.execute import loop
 
-    monkeypatch.setattr(tiles, "part_limit", lambda query: 40)
+    monkeypatch.setattr(loop, "partial_limit", lambda query: 40)
     monkeypatch.setattr(eager, "_MAX_SCORES", 30)
     pattern = Dilated([8, 16, 48], [1, 2, 4])
     for causal in (False, True):

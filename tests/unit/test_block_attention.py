@@ -11,9 +11,8 @@ import torch
 import block_oracle
 from block_cases import KINDS, SIZE, assert_same, config, random_inputs, table_of, with_grads
 from dilated_attention_pytorch import BlockSparse, attention, attention_weights
-from dilated_attention_pytorch.blocks import ops as block_ops
-from dilated_attention_pytorch.execute import listed as block_tiles
-from dilated_attention_pytorch.execute import loop as tiles
+from dilated_attention_pytorch.execute import listed, loop
+from dilated_attention_pytorch.plan import lists as plan_lists
 
 BACKENDS = ["reference", "sdpa", "eager"]
 
@@ -75,7 +74,7 @@ def test_masks(heads, causal):
 def test_tiles_in_many_calls(causal, monkeypatch):
     """The bounds on gathered elements, forced on a short sequence."""
     for limit in (1, 4 * SIZE * 4, 2 * 4 * SIZE * 4 * 2):
-        monkeypatch.setattr(tiles, "part_limit", lambda query, limit=limit: limit)
+        monkeypatch.setattr(loop, "partial_limit", lambda query, limit=limit: limit)
         mask = torch.rand(4, 6, 6) < 0.8
         for some in (mask, mask[0]):
             inputs = random_inputs(2, 90, 90, 4, 2, 4)
@@ -85,7 +84,7 @@ def test_tiles_in_many_calls(causal, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 def test_tiles_that_do_not_count(causal, monkeypatch):
     """Where reading block numbers would wait for a device, special blocks are computed everywhere, weight 0."""
-    monkeypatch.setattr(block_tiles, "_host_reads", lambda x: False)
+    monkeypatch.setattr(listed, "_host_reads", lambda x: False)
     for n, m in ((64, 64), (75, 75), (40, 75), (9, 9)):
         blocks = -(-m // SIZE)
         mask = torch.rand(4, blocks, blocks) < 0.5
@@ -204,11 +203,11 @@ def test_weights_of_rows():
 
 
 def test_static_lists_are_made_once():
-    block_ops._static_lists.cache_clear()
+    plan_lists._static_lists.cache_clear()
     q, k, v = random_inputs(1, 64, 64, 2, 2, 4)
     for _ in range(3):
         attention(q, k, v, BlockSparse.from_config(config("hierarchical"))).sum().backward()
-    assert block_ops._static_lists.cache_info().misses == 1
+    assert plan_lists._static_lists.cache_info().misses == 1
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import torch
 
 import block_oracle
 from block_cases import SIZE, assert_same, config, pattern_of, random_inputs, random_order, with_grads
-from dilated_attention_pytorch import BlockSparse, BlockSparseRingDilatedAttention, Dilated, attention, explain
+from dilated_attention_pytorch import BlockSparse, BlockSparseRingDilatedAttention, Dilated, attention, backends, explain
 from dilated_attention_pytorch.backends import eager
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.blocks import call as block_call
 
 BACKENDS = ["eager", "reference"]
 
@@ -90,8 +89,8 @@ def test_one_dense_branch_is_the_same_pattern():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
 def test_a_gpu_takes_the_kernels_that_have_it():
     request = Request("cuda", (9, 0), torch.bfloat16, 64, 0.1)
-    assert block_call.choose("auto", request, 128, 512, 512) == "triton"
-    assert block_call.why_not("hopper", request, 128, 512, 512) == ["Hopper kernels have no dropout, got dropout_p = 0.1"]
+    assert backends.choose("auto", request).name == "triton"
+    assert backends.find("hopper").why_not(request) == ["Hopper kernels have no dropout, got dropout_p = 0.1"]
 
 
 def test_auto_and_seeds():

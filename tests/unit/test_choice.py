@@ -1,126 +1,54 @@
-"""What ``auto`` takes where the length decides: by type, head size and the size of calls."""
+"""What ``auto`` takes on GPUs that this machine does not have: by type, head size, pattern and capability."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from dilated_attention_pytorch import Dilated, backends, explain, fused, ops
-from dilated_attention_pytorch.backends import sdpa
+from dilated_attention_pytorch import Dilated, backends, explain
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.plan.problem import Problem
 
-HOPPER = Request("cuda", (9, 0), torch.bfloat16, 64, 0.0)
+HOPPER = Request("cuda", (9, 0), torch.bfloat16, 64)
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
 
 
+@needs_triton
 @pytest.mark.parametrize(
-    ("backend", "chosen", "changes", "told"),
+    ("changes", "chosen"),
     [
-        ("auto", "hopper", {}, "hopper or sdpa"),
-        ("auto", "triton", {"dtype": torch.float32}, "triton or sdpa"),
-        ("auto", "triton", {"dtype": torch.float32, "head_dim": 128}, "triton"),
-        ("auto", "triton", {"dropout_p": 0.1}, "triton"),
-        ("auto", "triton", {"head_dim": 60}, "triton"),
-        ("auto", "triton", {"ordered": True}, "triton"),
-        ("auto", "triton", {"capability": (8, 0)}, "triton"),
-        ("auto", "sdpa", {}, "sdpa"),
-        ("hopper", "hopper", {}, "hopper"),
+        ({}, "hopper"),
+        ({"head_dim": 192}, "triton"),
+        ({"head_dim": 60}, "triton"),
+        ({"dropout_p": 0.1}, "triton"),
+        ({"masks_by_position": True}, "triton"),
+        ({"capability": (8, 0)}, "triton"),
+        ({"dtype": torch.float32}, "triton"),
+        # The Triton kernels have no tuned gradients there; PyTorch's operators have no dropout and no masks by position.
+        ({"dtype": torch.float32, "head_dim": 136}, "sdpa"),
+        ({"dtype": torch.float32, "head_dim": 136, "dropout_p": 0.1}, "triton"),
+        ({"dtype": torch.float32, "head_dim": 136, "masks_by_position": True}, "triton"),
+        ({"dtype": torch.float64}, "eager"),
+        ({"block_size": 128}, "hopper"),
+        ({"block_size": 64}, "triton"),
+        ({"block_size": 128, "square": False}, "triton"),
+        ({"block_size": 128, "masks_by_position": True}, "eager"),
+        ({"device": "xpu", "capability": (0, 0)}, "eager"),
     ],
 )
-def test_where_the_length_decides(backend, chosen, changes, told, monkeypatch):
-    table = {(2, 64): (10, math.inf), (4, 64): (math.inf, 10), (4, 128): (math.inf, math.inf)}
-    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", table)
-    assert backends.for_operator(backend, chosen, replace(HOPPER, **changes)) == told
+def test_what_auto_takes(changes, chosen):
+    assert backends.choose("auto", replace(HOPPER, **changes)).name == chosen
 
 
-def test_the_shipped_table():
-    """Both names for all types and head sizes above 128 that stock operators take, on Hopper GPUs, and for no others."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for head_dim in range(1, 257):
-            for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
-                request = replace(HOPPER, dtype=dtype, head_dim=head_dim, capability=capability)
-                both = capability == (9, 0) and head_dim > 128 and head_dim % 8 == 0
-                assert backends.for_operator("auto", "triton", request) == ("triton or sdpa" if both else "triton")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
-@pytest.mark.parametrize(
-    ("documents", "length", "single", "half"),
-    [(1, 2**15, "sdpa", "sdpa"), (64, 2**14, "sdpa", "triton"), (1024, 128, "triton", "triton")],
-)
-def test_many_documents_stay_with_our_kernels(documents, length, single, half, monkeypatch):
-    """Each is several calls of stock operators, and, in half precision, too many for one merge."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    monkeypatch.setattr(fused, "serves", lambda query: query.dtype != torch.float32)
-    pattern = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
-    bounds = tuple(range(0, documents * length + 1, length))
-    problem = Problem(pattern, False, 1, bounds[-1], bounds[-1], 3, 3, None, bounds)
-    for dtype, name in ((torch.float32, single), (torch.bfloat16, half)):
-        query = torch.empty(1, 1, 3, 256, dtype=dtype)
-        assert backends.fastest("triton or sdpa", problem, query, backward=True) == name
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert backends.fastest("triton or sdpa", problem, torch.empty(1, 1, 3, 256), backward=True) == "triton"
-
-
-def test_the_operator_runs_what_the_length_decides(monkeypatch):
-    """Forward and backward apart, by the table, whatever ``explain`` says."""
-    used, kernel_of = [], ops.tile_kernel
-    monkeypatch.setattr(ops, "tile_kernel", lambda backend, query: used.append(backend) or kernel_of(backend, query))
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    for choice, names in (((0, math.inf), ["sdpa", "eager"]), ((math.inf, 0), ["eager", "sdpa"])):
-        monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 16): choice})
-        q, k, v = torch.randn(3, 1, 100, 2, 16).unbind(0)
-        q.requires_grad_()
-        pattern = Dilated([64], [1]).spec
-        out, _ = ops.call_attend(q, k, v, None, None, None, None, pattern, False, 0.25, 0.0, False, "eager or sdpa")
-        out.sum().backward()
-        assert used == names
-        used.clear()
-
-
-def test_the_length_decides_between_our_kernels_and_stock_operators(monkeypatch):
-    """The measured table, with numbers of our own; a call of [8, 8] tiles of 64 rows has few pairs."""
-    query, pairs = torch.empty(1, 512, 2, 16), 512 * 64 * 2
-    problem = Problem(Dilated([64], [1]), False, 1, 512, 512, 2, 2, None, None)
-    assert fused.pairs_per_piece(problem, 16) == pairs
-    fastest = lambda backward: backends.fastest("triton or sdpa", problem, query, backward=backward)  # noqa: E731
-    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 8): (0, 0), (4, 16): (pairs, pairs + 1), (4, 32): (0, 0)})
-    assert [fastest(False), fastest(True)] == ["sdpa", "triton"]
-    assert backends.fastest("triton", problem, query, backward=False) == "triton"
-    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 16): (0, 0)})
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert [fastest(False), fastest(True)] == ["sdpa", "triton"]
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    assert [fastest(False), fastest(True)] == ["sdpa", "sdpa"]
-
-
-def test_explain_says_what_the_length_decides(monkeypatch):
-    query = torch.empty(1, 512, 2, 16)
-    monkeypatch.setattr(backends, "choose", lambda backend, request: "hopper")
-    monkeypatch.setattr(backends, "candidates", lambda backend, request: ["hopper"])
-    monkeypatch.setattr(backends, "for_operator", lambda backend, chosen, request: "hopper or sdpa")
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    pairs = 512 * 64 * 2
-    faster = "for this type and head size PyTorch's operators are faster"
-    rule = faster + " from {} query-key pairs a call on, here they have 65,536"
-    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 64): (pairs, 2 * pairs)})
-    lines = str(explain(query, query, query, Dilated([64], [1]))).splitlines()
-    assert lines[:3] == [
-        "backend   sdpa: CPU flash",
-        f"backward  hopper: warp-specialised kernels over launch tables; {rule.format('131,072')}",
-        f"not       hopper: {rule.format('65,536')}",
-    ]
-    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 64): (math.inf, pairs)})
-    lines = str(explain(query, query, query, Dilated([64], [1]))).splitlines()
-    assert lines[1] == f"backward  sdpa: CPU flash; {rule.format('65,536')}"
-    monkeypatch.setattr(backends, "_SDPA_FROM_PAIRS", {(4, 64): (0, 0)})
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    lines = str(explain(query, query, query, Dilated([64], [1]))).splitlines()
-    assert lines[1].endswith("deterministic algorithms are asked for, and PyTorch's operators may add up dq in any order")
+def test_a_backend_by_name_gives_all_its_reasons():
+    request = Request("cuda", (8, 0), torch.float32, 20, dropout_p=0.5, block_size=64, square=False)
+    with pytest.raises(ValueError) as raised:
+        backends.choose("hopper", request)
+    reasons = str(raised.value).splitlines()[1:]
+    assert len(reasons) >= 6
+    assert all(line.startswith("  hopper: ") for line in reasons)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +77,7 @@ def test_explain_says_what_the_length_decides(monkeypatch):
 def test_gpus_without_triton(capability, dtype, head_dim, chosen, kernel, reasons, monkeypatch):
     """Pascal to Turing: PyTorch's operators, or plain products, with the reasons; tensors of a GPU that is not here."""
     request = replace(HOPPER, capability=capability, dtype=dtype, head_dim=head_dim)
-    monkeypatch.setattr(Request, "of", lambda query, dropout_p, ordered=False: request)
+    monkeypatch.setattr(Request, "of", lambda call: request)
     query = torch.empty(1, 512, 2, head_dim, dtype=dtype)
     text = str(explain(query, query, query, Dilated([64], [1])))
     assert text.startswith(f"backend   {chosen}: {kernel or ''}")
@@ -162,4 +90,4 @@ def test_gpus_without_triton(capability, dtype, head_dim, chosen, kernel, reason
     ((12, 0), 256, "flash")])  # fmt: skip
 def test_stock_operators_that_have_a_backward(capability, head_dim, name):
     """PyTorch's flash attention raises in the backward of some head sizes, on GPUs with little shared memory."""
-    assert sdpa.kernel(replace(HOPPER, capability=capability, head_dim=head_dim)).name == name
+    assert backends.stock_kernel("sdpa", replace(HOPPER, capability=capability, head_dim=head_dim)).name == name

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention_pytorch import Dilated, MultiheadDilatedAttention, attention, dilated_attention, ops
+from dilated_attention_pytorch import Dilated, MultiheadDilatedAttention, attention, dilated_attention, operators
 
 PATTERN = Dilated([8, 16], [1, 2])
 
@@ -29,13 +29,15 @@ def test_opcheck(backend, mode):
     lengths = torch.tensor([30, 11]) if mode == "lengths" else None
     cu_seqlens = torch.tensor([0, 12, 30]) if mode == "cu_seqlens" else None
     positions = torch.randperm(30) if mode == "positions" and backend == "eager" else None
-    constants = (None, positions, PATTERN.spec, positions is None, 0.3, 0.0, False, backend)
+    constants = (None, positions, None, None, None, PATTERN.spec, positions is None, 0.3, 0.0, False, backend)
     q, k, v = inputs()
-    torch.library.opcheck(ops.attend, (q, k, v, lengths, cu_seqlens, *constants))
-    out, lse = ops.attend(q, k, v, lengths, cu_seqlens, *constants)
+    torch.library.opcheck(operators.attend, (q, k, v, lengths, cu_seqlens, *constants))
+    out, lse = operators.attend(q, k, v, lengths, cu_seqlens, *constants)
     saved = [x.detach() for x in (q, k, v, out, lse)]
     for dlse in (None, torch.randn_like(lse)):
-        torch.library.opcheck(ops.attend_backward, (torch.randn_like(out), dlse, *saved, lengths, cu_seqlens, *constants))
+        torch.library.opcheck(
+            operators.attend_backward, (torch.randn_like(out), dlse, *saved, lengths, cu_seqlens, *constants)
+        )
 
 
 class Seen(TorchDispatchMode):
@@ -65,8 +67,8 @@ def test_operators_are_seen_by_all_that_look_at_them():
     expected = forward_and_backward(*arguments)
     with Seen() as seen:
         results = forward_and_backward(*arguments)
-    assert ops.attend in seen.operators
-    assert ops.attend_backward in seen.operators
+    assert operators.attend in seen.operators
+    assert operators.attend_backward in seen.operators
     assert all(torch.equal(a, e) for a, e in zip(results, expected, strict=True))
     with torch.no_grad():
         assert torch.equal(attention(*arguments, PATTERN), expected[0])
@@ -82,9 +84,9 @@ def test_operators_are_seen_by_all_that_look_at_them():
 
     with Functions():
         attention(*arguments, PATTERN)
-    assert ops.attend in functions
+    assert operators.attend in functions
     graph = make_fx(lambda *x: attention(*x, PATTERN))(*(x.detach() for x in arguments)).graph
-    assert ops.attend in {node.target for node in graph.nodes}
+    assert operators.attend in {node.target for node in graph.nodes}
     assert isinstance(attention(*(x.detach().as_subclass(Wrapped) for x in arguments), PATTERN), Wrapped)
     mapped = torch.vmap(lambda *x: attention(*x, PATTERN))(*(x.detach().unsqueeze(0) for x in arguments))
     torch.testing.assert_close(mapped[0], expected[0])

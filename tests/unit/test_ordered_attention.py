@@ -93,9 +93,9 @@ def test_empty_batches_and_sequences(shape, backend):
 
 
 def test_partial_results_cut_into_many_calls(monkeypatch):
-    from dilated_attention_pytorch.execute import loop as tiles
+    from dilated_attention_pytorch.execute import loop
 
-    monkeypatch.setattr(tiles, "part_limit", lambda query: 40)
+    monkeypatch.setattr(loop, "partial_limit", lambda query: 40)
     monkeypatch.setattr(eager, "_MAX_SCORES", 30)
     pattern = Dilated([8, 16, 48], [1, 2, 4])
     for order in (Hilbert.grid(6, 8), random_order(48, 2)):

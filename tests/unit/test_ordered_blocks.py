@@ -31,12 +31,13 @@ from dilated_attention_pytorch import (
     Order,
     Striped,
     attention,
+    backends,
+    operators,
 )
 from dilated_attention_pytorch.backends import eager
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.blocks import call as block_call
-from dilated_attention_pytorch.blocks import ops as block_ops
-from dilated_attention_pytorch.execute import listed as block_tiles
+from dilated_attention_pytorch.call import make_call
+from dilated_attention_pytorch.execute import listed
 
 
 def compare(kind, n, order, *, causal=True, backends=("reference", "eager"), heads=4, **options):
@@ -97,8 +98,8 @@ def test_rows_that_see_nothing_are_exactly_empty():
 @pytest.mark.parametrize("kind", ["masks", "adaptive"])
 def test_many_small_calls_and_tiles_that_do_not_count(kind, monkeypatch):
     """As on a device whose block numbers the host cannot read: short last blocks are computed everywhere, weight 0."""
-    monkeypatch.setattr(block_tiles, "_host_reads", lambda x: False)
-    monkeypatch.setattr("dilated_attention_pytorch.execute.loop.part_limit", lambda query: 300)
+    monkeypatch.setattr(listed, "_host_reads", lambda x: False)
+    monkeypatch.setattr("dilated_attention_pytorch.execute.loop.partial_limit", lambda query: 300)
     monkeypatch.setattr(eager, "_MAX_SCORES", 200)
     for n in (32, 41):
         compare(kind, n, random_order(n, 2), backends=("eager",))
@@ -165,7 +166,7 @@ def test_what_cannot_is_refused():
             attention(q, q, q, pattern, is_causal=True, order=order, backend=backend)
     with pytest.raises(ValueError, match="the order is over 64 positions, got a sequence of 256"):
         attention(q, q, q, pattern, is_causal=True, order=Hilbert.line(64))
-    with pytest.raises(ValueError, match="lengths and cu_seqlens do not go with it"):
+    with pytest.raises(ValueError, match="it excludes lengths and cu_seqlens"):
         attention(q, q, q, pattern, is_causal=True, order=order, lengths=torch.tensor([3]))
     mask = flex_attention.create_block_mask(lambda b, h, i, j: j <= i, None, None, n, n, device="cpu")
     with pytest.raises(ValueError, match="this BlockMask is causal by places of the ordered sequence"):
@@ -175,11 +176,12 @@ def test_what_cannot_is_refused():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
 def test_kernels_on_a_gpu_are_passed_over(monkeypatch):
     """``auto`` on a GPU: those that could serve the call if it were not causal cannot mask by position."""
-    request = Request("cuda", (9, 0), torch.bfloat16, 64, 0.0)
-    assert block_call.choose("auto", request, 128, 512, 512) == "hopper"
-    assert block_call.choose("auto", request, 64, 512, 512) in ("hopper", "triton")
-    ordered = replace(request, ordered=True)
-    assert {block_call.choose("auto", ordered, size, 512, 512) for size in (32, 64, 128)} == {"eager"}
+    request = Request("cuda", (9, 0), torch.bfloat16, 64, block_size=128)
+    assert backends.choose("auto", request).name == "hopper"
+    assert backends.choose("auto", replace(request, block_size=64)).name == "triton"
+    assert backends.choose("auto", replace(request, square=False)).name == "triton"
+    ordered = replace(request, masks_by_position=True)
+    assert {backends.choose("auto", replace(ordered, block_size=size)).name for size in (32, 64, 128)} == {"eager"}
 
 
 @pytest.mark.parametrize("kind", ["hierarchical", "adaptive", "masks"])
@@ -187,12 +189,13 @@ def test_operators(kind):
     pattern, _ = pattern_of(kind, 50, 4)
     q, k, v = random_inputs(2, 50, 50, 4, 2, 8)
     positions = torch.randperm(50) if kind == "adaptive" else torch.stack([torch.randperm(50) for _ in range(2)])
-    arguments = (positions, None, *block_call.list_arguments(q, k, pattern, None, None, False, 0.3), 0.3, 0.0, "eager")
-    torch.library.opcheck(block_ops.attend_blocks, (q, k, v, *arguments))
-    out, lse = block_ops.attend_blocks(q, k, v, *arguments)
+    lists = operators.list_tensors(make_call(q, k, v, pattern, scale=0.3)[0], q, k)
+    arguments = (None, None, None, positions, *lists, pattern.spec, False, 0.3, 0.0, False, "eager")
+    torch.library.opcheck(operators.attend, (q, k, v, *arguments))
+    out, lse = operators.attend(q, k, v, *arguments)
     saved = [x.detach() for x in (q, k, v, out, lse)]
     given = (torch.randn_like(out), torch.randn_like(lse), *saved, *arguments)
-    torch.library.opcheck(block_ops.attend_blocks_backward, given)
+    torch.library.opcheck(operators.attend_backward, given)
 
 
 @pytest.mark.parametrize("kind", ["dilated_sparse", "adaptive"])
