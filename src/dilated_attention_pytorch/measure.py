@@ -1,4 +1,4 @@
-"""Measuring a call: its time, and the memory it takes beyond what existed before it."""
+"""Measurements of a call: its time, and the memory that it allocates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# The profiler announces each start on stderr otherwise; it reads this when it is first used.
+# Without this, the profiler announces each start on stderr. It reads the variable when it is first used.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
@@ -34,10 +34,10 @@ def median_seconds(call: Callable[[], Any], device: torch.device, repeats: int =
 
 
 def peak_extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """The most memory that was allocated during the call beyond what was allocated before it, its result included.
+    """The largest memory that the call had allocated at a time, its result included.
 
-    On a CPU this counts every allocation that goes through PyTorch's allocator, by its profiler; a call that frees
-    tensors made before it would be counted too low.
+    On a CPU, the profiler counts every allocation of PyTorch's allocator. The result is too low for a call that frees
+    tensors made before it.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

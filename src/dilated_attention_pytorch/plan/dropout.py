@@ -44,7 +44,7 @@ def threshold(p: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """The dropout of a call, and where the tensors at hand lie in the caller's batch."""
+    """The dropout of a call, and the first sample, row and head of the tensors in the caller's batch."""
 
     p: float
     seed: Any  # an integer, or a tensor of one
@@ -57,7 +57,7 @@ class Dropout:
         return replace(self, first_sample=first_sample, first_row=first_row, first_head=first_head)
 
     def factors(self, sample: Any, head: Any, branch: int, i: Any, j: Any) -> Any:
-        """What the weights of pairs, given as tensors, are multiplied by: ``1 / (1 - p)`` if kept, else 0, in float64."""
+        """The factors of the weights of pairs, in float64: ``1 / (1 - p)`` for a pair that is kept, otherwise 0."""
         sample, head = sample + self.first_sample, head + self.first_head
         word = words(self.seed, sample, head, branch, i + self.first_row, j + self.first_row)
         return (word >= threshold(self.p)).double() / (1.0 - self.p)

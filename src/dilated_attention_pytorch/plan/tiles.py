@@ -1,6 +1,6 @@
 """Plans: pattern x lengths -> families of dense tiles. Plain integers, without torch.
 
-The number of families and the time to make them do not grow with the sequence: the whole segments of a branch are one
+The number of families and the time to make them do not grow with the sequence. The whole segments of a branch are one
 family of ``tiles`` equal tiles, and only the cut segments at the ends of the ranges are families of their own.
 """
 
@@ -23,7 +23,7 @@ class TileFamily:
         q_start + a * head_row_step + t * tile_step + row_stride * range(q_rows)
 
     see every key position in the same expression with ``k_start`` and ``k_rows``. In a ``causal`` tile both are the same
-    positions and each sees itself and those before it: no other mask exists. ``zero_keys`` counts keys with logit zero and
+    positions, and each sees itself and those before it. No other mask exists. ``zero_keys`` counts keys with logit zero and
     value zero that every row sees as well (see ``Dilated.torchscale_padding``).
 
     ``Dilated([8], [2])`` with 2 key heads and 20 tokens is two families: 2 whole segments, in which head 1 starts one row
@@ -83,13 +83,13 @@ class Plan:
         return forward * 5 // 2 if backward else forward
 
     def of_branch(self, branch: int) -> Plan:
-        """The part of the plan that belongs to one branch."""
+        """The families of one branch."""
         return Plan(tuple(f for f in self.families if f.branch == branch), self.queries, self.keys)
 
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """Equal segments: ``count`` of them from ``start``, of which only ``queries`` x ``keys`` (relative ranges) count."""
+    """``count`` equal segments from ``start``, of which the ranges ``queries`` and ``keys`` (relative) are planned."""
 
     start: int
     count: int
@@ -99,7 +99,7 @@ class _Segments:
 
 
 def _segments(w: int, length: int, queries: range, keys: range) -> Iterator[_Segments]:
-    """The segments that hold both queries and keys, the untouched ones as one item.
+    """The segments that hold both queries and keys; whole segments are one item.
 
     >>> list(_segments(8, 20, range(20), range(20))) == [
     ...     _Segments(0, 2, 8, range(8), range(8)), _Segments(16, 1, 4, range(4), range(4))]
@@ -161,19 +161,19 @@ def _progressions(heads_and_offsets: list[tuple[int, int]]) -> list[tuple[range,
     return result
 
 
-def _head_groups(offsets: dict[int, int]) -> list[tuple[range, int, int]]:
+def _head_runs(offsets: dict[int, int]) -> list[tuple[range, int, int]]:
     """Few arithmetic progressions that cover all ``{key head: offset}``.
 
-    Heads of equal offset make one group (16 heads at rate 2: 2 groups of 8), or the first head of every offset makes one,
-    the second another, and so on (16 heads at rate 16: 1 diagonal group of 16). The shorter list wins.
+    Either heads of equal offset make one run (16 heads at rate 2: 2 runs of 8). Or the first head of every offset makes
+    one, the second head another, and so on (16 heads at rate 16: 1 diagonal run of 16). The shorter list is taken.
     """
     by_offset: dict[int, list[int]] = defaultdict(list)
     for head, offset in offsets.items():
         by_offset[offset].append(head)
     most = max(map(len, by_offset.values()))
     diagonals = [[(heads[k], o) for o, heads in sorted(by_offset.items()) if k < len(heads)] for k in range(most)]
-    level = [group for o, heads in sorted(by_offset.items()) for group in _progressions([(h, o) for h in heads])]
-    diagonal = [group for chain in diagonals for group in _progressions(chain)]
+    level = [run for o, heads in sorted(by_offset.items()) for run in _progressions([(h, o) for h in heads])]
+    diagonal = [run for chain in diagonals for run in _progressions(chain)]
     return min(level, diagonal, key=len)
 
 
@@ -183,7 +183,7 @@ def _branch_families(
     w, r = pattern.branches[branch]
     offsets = {g: pattern.offset(g, key_heads, r) for g in range(key_heads)}
     for segment in _segments(w, length, queries, keys):
-        # Heads whose rows have the same numbers in the segment differ by a shift only and can share a family.
+        # Heads whose rows have the same numbers in the segment differ only by a shift, so they can share a family.
         classes: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
         for g, offset in offsets.items():
             zeros = 0
@@ -191,7 +191,7 @@ def _branch_families(
                 zeros = pattern.zero_keys(branch, segment.start + offset, length, key_head=g, key_heads=key_heads)
             classes[*_rows(segment.queries, offset, r), *_rows(segment.keys, offset, r), zeros][g] = offset
         for (q_first, q_rows, k_first, k_rows, zeros), members in classes.items():
-            for heads, offset, offset_step in _head_groups(members):
+            for heads, offset, offset_step in _head_runs(members):
                 for q_from, q_count, k_from, k_count, causal in _visible(q_first, q_rows, k_first, k_rows, is_causal):
                     yield TileFamily(
                         branch=branch,
@@ -220,20 +220,20 @@ def _visible(
     [(4, 4, 0, 4, False), (4, 4, 4, 4, True)]
     """
     if not is_causal:
-        parts = [(q_first, q_rows, k_first, k_rows, False)]
+        rectangles = [(q_first, q_rows, k_first, k_rows, False)]
     else:
         q_stop, k_stop = q_first + q_rows, k_first + k_rows
         square = range(max(q_first, k_first), min(q_stop, k_stop))
         if not square:
-            # disjoint: all of the keys lie before the queries, or none does
-            parts = [(q_first, q_rows, k_first, k_rows, False)] if k_stop <= q_first else []
+            # Disjoint: all keys are before the queries, or none is.
+            rectangles = [(q_first, q_rows, k_first, k_rows, False)] if k_stop <= q_first else []
         else:
-            parts = [
+            rectangles = [
                 (square.start, len(square), k_first, square.start - k_first, False),
                 (square.start, len(square), square.start, len(square), True),
                 (square.stop, q_stop - square.stop, k_first, square.stop - k_first, False),
             ]
-    yield from (part for part in parts if part[1] > 0 and part[3] > 0)
+    yield from (tile for tile in rectangles if tile[1] > 0 and tile[3] > 0)
 
 
 @lru_cache(maxsize=4096)
@@ -248,7 +248,7 @@ def compile_plan(
 ) -> Plan:
     """The tiles of ``pattern`` on a sequence of ``length`` tokens, for the query and key positions given (default: all).
 
-    Decoding asks for ``queries=range(M - N, M)``; a rank that holds a part of the sequence asks for the parts it has.
+    Decoding asks for ``queries=range(M - N, M)``. A rank asks for the positions that it holds.
     """
     pattern.check_key_heads(key_heads)
     queries = range(length) if queries is None else queries
