@@ -1,1 +1,1 @@
-"""The host side that the Triton and Hopper backends share: launch tables, launches, buffers."""
+"""The host side of the GPU kernels, which the Triton and the Hopper backend share: tables, launches, buffers."""

@@ -1,172 +1,184 @@
-"""Block lists as kernels read them: the lists of all sequences of a batch in one set of tables, so one launch serves all.
+"""Block lists as kernels read them: the lists of all sequences of a batch in one set of tables, so that one launch serves all.
 
 A table of blocks has one row for each sample and each block of its sequence: query blocks, or key blocks for dk and dv. The
-list of head ``h`` for a row is number ``first_list + h * list_step`` (a step of 0: all heads share it), and it is
-``indices[starts[number] :][: counts[number]]``. Within a sample, rows of long lists come first, so that no launch ends with
+list of head ``h`` for a row has the number ``first_list + h * list_step``. A step of 0 means that all heads share it. List
+``i`` is ``indices[starts[i] :][: counts[i]]``. Within a sample, rows with long lists come first, so that no launch ends with
 one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.backends.gpu.columns import BLOCK_COLUMNS
+from dilated_attention_pytorch.backends.gpu.lifetime import keep_for_device
 from dilated_attention_pytorch.patterns.lists import BlockLists, entries_of, transposed_entries
+from dilated_attention_pytorch.plan.lists import lists_of
+from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.sequences import Span
 
-# One row of a table of blocks; kernels read it by these numbers (block_forward.py).
-COLUMNS = (
-    "sample",
-    "block",  # of its sequence
-    "q_row",  # of the tensor at position 0, which queries need not reach: it may be negative
-    "q_first",  # the first position that has a query
-    "k_row",  # of the tensor at position 0
-    "length",  # positions of the sequence
-    "first_list",
-    "list_step",
-)
+_FIRST_LIST, _LIST_STEP = BLOCK_COLUMNS.index("first_list"), BLOCK_COLUMNS.index("list_step")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
     """What one kernel reads, by query block or by key block."""
 
-    rows: Tensor  # (R, COLUMNS) int64
+    rows: Tensor  # (R, BLOCK_COLUMNS) int64
     counts: Tensor  # (lists,) int32
     starts: Tensor  # (lists,) int64
     indices: Tensor  # (entries,) int32
     covered: bool  # every row of the result belongs to a block
-
-    def to(self, device: torch.device) -> BlockTable:
-        """The same table on a device."""
-        rows, counts, starts, indices = (_moved(x, device) for x in self.tensors)
-        return BlockTable(rows, counts, starts, indices, self.covered)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """In the order in which kernels take them."""
         return self.rows, self.counts, self.starts, self.indices
 
+    def to(self, device: torch.device) -> BlockTable:
+        """The same table on a device. Indices that are a meta tensor stay so, because each call has its own."""
+        rows, counts, starts, indices = (x if x.is_meta else x.to(device) for x in self.tensors)
+        return BlockTable(rows, counts, starts, indices, self.covered)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedLists:
-    """The lists of all sequences of a batch, numbered one after the other, and what their transposition needs."""
 
-    block_size: int
-    query_rows: Tensor  # (R, COLUMNS)
-    key_rows: Tensor  # (R', COLUMNS), with the numbers of transposed lists
+class _ListNumbers(NamedTuple):
+    """The lists of a batch, numbered one after the other, and what their transposition needs."""
+
+    key_rows: Tensor  # (R, BLOCK_COLUMNS) int64, with the numbers of transposed lists
     counts: Tensor  # (lists,) int64
     starts: Tensor  # (lists,) int64
-    indices: Tensor  # (entries,) int32
-    blocks: Tensor  # (lists,) int32: the query block of each list
+    readers: Tensor  # (lists,) int32: the query block of each list
     columns: Tensor  # (lists,) int64: the number of the transposed list of key block 0
-    entries: int
-    transposed_lists: int
-    heads: int  # lists of a row
-    queries_covered: bool
-    keys_covered: bool
 
-    @staticmethod
-    def of(sequences: list[tuple[Span, BlockLists]], batch: int, n: int, m: int, block_size: int) -> PackedLists:
-        """The lists of the sequences of a batch of ``n`` query rows and ``m`` key rows.
 
-        >>> lists = BlockLists.from_mask(torch.tensor([[1, 0], [1, 1]]).bool(), 64)
-        >>> packed = PackedLists.of([(Span(slice(0, 1), slice(0, 100), slice(0, 100)), lists)], 1, 100, 100, 64)
-        >>> packed.by_query().rows.tolist()  # the longer list first
-        [[0, 1, 0, 0, 0, 100, 1, 0], [0, 0, 0, 0, 0, 100, 0, 0]]
-        """
-        query_rows: list[Tensor] = []
-        key_rows: list[Tensor] = []
-        blocks, columns = [], []
-        lists = transposed = queries = keys = 0
-        for span, some in sequences:
-            samples = torch.arange(span.samples.start, span.samples.stop)
-            sets, heads, rows = some.counts.shape
-            own = torch.arange(len(samples)) if sets > 1 else torch.zeros(len(samples), dtype=torch.int64)
-            query_blocks, key_blocks = torch.arange(some.first, some.first + rows), torch.arange(some.key_blocks)
-            for table, first_list, which in ((query_rows, lists, query_blocks), (key_rows, transposed, key_blocks)):
-                step, tensor_row = len(which), span.queries.start - span.positions.start
-                numbers = first_list + own[:, None] * heads * step + torch.arange(step)
-                place = torch.tensor([tensor_row, span.positions.start, span.keys.start, span.length])
-                same = torch.ones_like(numbers)
-                tail = (*(same * x for x in place), numbers, same * (step if heads > 1 else 0))
-                table.append(torch.stack((samples[:, None] * same, which * same, *tail), -1).flatten(0, 1))
-            blocks.append(query_blocks.repeat(sets * heads).to(torch.int32))
-            firsts = transposed + torch.arange(sets * heads) * some.key_blocks
+class BlockTables:
+    """The tables of a block-sparse problem on a device, each made when it is first asked for.
+
+    >>> lists = BlockLists.from_mask(torch.tensor([[1, 0], [1, 1]]).bool(), 64)
+    >>> problem = Problem(None, False, 1, 100, 100, 1, 1)
+    >>> tables = BlockTables(problem, [(Span(slice(0, 1), slice(0, 100), slice(0, 100)), lists)], torch.device("cpu"))
+    >>> tables.by_query.rows.tolist()  # the longer list first
+    [[0, 1, 0, 0, 0, 100, 1, 0], [0, 0, 0, 0, 0, 100, 0, 0]]
+    """
+
+    def __init__(self, problem: Problem, sequences: list[tuple[Span, BlockLists]], device: torch.device) -> None:
+        self.device = device
+        self.heads = max((lists.counts.shape[1] for _, lists in sequences), default=1)  # lists of a row
+        samples = [span.samples.stop - span.samples.start for span, _ in sequences]
+        queries = sum(b * len(span.positions) for b, (span, _) in zip(samples, sequences, strict=True))
+        keys = sum(b * span.length for b, (span, _) in zip(samples, sequences, strict=True))
+        self.queries_covered = queries == problem.batch * problem.queries
+        self.keys_covered = keys == problem.batch * problem.keys
+        self._number(sequences)
+
+    def _number(self, sequences: list[tuple[Span, BlockLists]]) -> None:
+        query_rows, key_rows, readers, columns = [], [], [], []
+        lists = transposed = 0
+        for span, own in sequences:
+            sets, heads, rows = own.counts.shape
+            query_blocks, key_blocks = torch.arange(own.first, own.first + rows), torch.arange(own.key_blocks)
+            query_rows.append(_rows(span, query_blocks, lists, sets, heads))
+            key_rows.append(_rows(span, key_blocks, transposed, sets, heads))
+            readers.append(query_blocks.repeat(sets * heads).to(torch.int32))
+            firsts = transposed + torch.arange(sets * heads) * own.key_blocks
             columns.append(firsts.repeat_interleave(rows))
-            lists, transposed = lists + sets * heads * rows, transposed + sets * heads * some.key_blocks
-            queries += len(samples) * len(span.positions)
-            keys += len(samples) * span.length
+            lists, transposed = lists + sets * heads * rows, transposed + sets * heads * own.key_blocks
         none = torch.zeros(0, dtype=torch.int64)
-        starts, indices = _joined([some for _, some in sequences])
-        counts = torch.cat([none, *(some.counts.flatten() for _, some in sequences)])
-        return PackedLists(
-            block_size=block_size,
-            query_rows=torch.cat([none.view(0, len(COLUMNS)), *query_rows]),
-            key_rows=torch.cat([none.view(0, len(COLUMNS)), *key_rows]),
-            counts=counts,
-            starts=starts,
-            indices=indices,
-            blocks=torch.cat([none.to(torch.int32), *blocks]),
-            columns=torch.cat([none, *columns]),
-            entries=int(counts.sum()),
-            transposed_lists=transposed,
-            heads=max((some.counts.shape[1] for _, some in sequences), default=1),
-            queries_covered=queries == batch * n,
-            keys_covered=keys == batch * m,
-        )
+        starts, self.indices = _joined([own for _, own in sequences])
+        counts = torch.cat([none, *(own.counts.flatten() for _, own in sequences)])
+        self.query_rows = torch.cat([none.view(0, len(BLOCK_COLUMNS)), *query_rows])
+        self.numbers = _ListNumbers(
+            torch.cat([none.view(0, len(BLOCK_COLUMNS)), *key_rows]), counts, starts,
+            torch.cat([none.to(torch.int32), *readers]), torch.cat([none, *columns]),
+        )  # fmt: skip
+        self.entries, self.transposed_lists = int(counts.sum()), transposed
 
-    def to(self, device: torch.device) -> PackedLists:
-        """The same lists on a device."""
-        return replace(
-            self,
-            query_rows=self.query_rows.to(device),
-            key_rows=self.key_rows.to(device),
-            counts=self.counts.to(device),
-            starts=self.starts.to(device),
-            indices=_moved(self.indices, device),
-            blocks=self.blocks.to(device),
-            columns=self.columns.to(device),
-        )
-
+    @cached_property
     def by_query(self) -> BlockTable:
         """For each query block its key blocks."""
-        rows = _longest_first(self.query_rows, self.counts, self.heads)
-        return BlockTable(rows, self.counts.to(torch.int32), self.starts, self.indices, self.queries_covered)
+        counts = self.numbers.counts
+        rows = _longest_first(self.query_rows, counts, self.heads)
+        table = BlockTable(rows, counts.to(torch.int32), self.numbers.starts, self.indices, self.queries_covered)
+        return table.to(self.device)
 
+    @cached_property
     def by_key(self) -> BlockTable:
-        """For each key block the query blocks that read it. Made on the device of the lists, which nothing waits for."""
-        _, places = entries_of(self.counts, self.starts, self.entries)
-        columns, readers = (x.repeat_interleave(self.counts, output_size=self.entries) for x in (self.columns, self.blocks))
-        columns = columns.add_(self.indices.index_select(0, places))
+        """For each key block the query blocks that read it; not for adaptive patterns."""
+        # Made on the host: a table that is kept must be complete for every stream.
+        return self._transposed(self.numbers, self.indices.cpu()).to(self.device)
+
+    @cached_property
+    def _numbers_on_device(self) -> _ListNumbers:
+        return _ListNumbers(*(x.to(self.device) for x in self.numbers))
+
+    def for_queries(self, chosen: Tensor | None) -> BlockTable:
+        """``by_query`` for one call, which may have chosen the indices."""
+        table = self.by_query
+        keep_for_device(self, table.tensors)
+        return table if chosen is None else replace(table, indices=chosen.flatten())
+
+    def for_keys(self, chosen: Tensor | None) -> BlockTable:
+        """``by_key`` for one call. A choice is transposed on the device, and nothing waits for that."""
+        if chosen is None:
+            keep_for_device(self, self.by_key.tensors)
+            return self.by_key
+        keep_for_device(self, self._numbers_on_device)
+        return self._transposed(self._numbers_on_device, chosen.flatten())
+
+    def _transposed(self, numbers: _ListNumbers, indices: Tensor) -> BlockTable:
+        _, entries = entries_of(numbers.counts, numbers.starts, self.entries)
+        columns, readers = (
+            x.repeat_interleave(numbers.counts, output_size=self.entries) for x in (numbers.columns, numbers.readers)
+        )
+        columns = columns.add_(indices.index_select(0, entries))
         counts, starts, indices = transposed_entries(columns, readers, self.transposed_lists)
-        rows = _longest_first(self.key_rows, counts, self.heads)
+        rows = _longest_first(numbers.key_rows, counts, self.heads)
         return BlockTable(rows, counts.to(torch.int32), starts, indices, self.keys_covered)
 
 
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """On a device; indices that are only a shape, because each call has its own, stay it."""
-    return x if x.is_meta else x.to(device)
+@lru_cache(maxsize=32)
+def _tables(problem: Problem, device: torch.device, shape: torch.Size | None) -> BlockTables:
+    chosen = None if shape is None else torch.empty(shape, dtype=torch.int32, device="meta")
+    return BlockTables(problem, lists_of(problem, chosen, device), device)
+
+
+def find_block_tables(problem: Problem, device: torch.device, chosen: Tensor | None) -> BlockTables:
+    """The tables of a block-sparse problem. For an adaptive pattern they depend on the shape of the choice only."""
+    return _tables(problem, device, None if chosen is None else chosen.shape)
+
+
+def _rows(span: Span, blocks: Tensor, first_list: int, sets: int, heads: int) -> Tensor:
+    """The table rows of a sequence, whose lists are numbered from ``first_list`` on: by sample, head and block."""
+    samples, step = torch.arange(span.samples.start, span.samples.stop), len(blocks)
+    own_set = torch.arange(len(samples)) if sets > 1 else torch.zeros(len(samples), dtype=torch.int64)
+    lists = first_list + own_set[:, None] * heads * step + torch.arange(step)
+    numbers = (span.queries.start - span.positions.start, span.positions.start, span.keys.start, span.length)
+    same = torch.ones_like(lists)
+    columns = (samples[:, None] * same, blocks * same, *(same * x for x in numbers))
+    return torch.stack((*columns, lists, same * (step if heads > 1 else 0)), -1).flatten(0, 1)
 
 
 def _joined(lists: list[BlockLists]) -> tuple[Tensor, Tensor]:
-    """The starts of lists and the indices they point into, once for lists that share theirs."""
+    """The starts of lists and the indices they point into, which are not copied if all lists share them."""
     none = torch.zeros(0, dtype=torch.int64)
-    if len({some.indices.data_ptr() for some in lists}) <= 1:
+    if len({own.indices.data_ptr() for own in lists}) <= 1:
         indices = lists[0].indices if lists else none.to(torch.int32)
-        return torch.cat([none, *(some.starts.flatten() for some in lists)]), indices
+        return torch.cat([none, *(own.starts.flatten() for own in lists)]), indices
     starts, first = [], 0
-    for some in lists:
-        starts.append(some.starts.flatten() + first)
-        first += len(some.indices)
-    return torch.cat(starts), torch.cat([some.indices.cpu() for some in lists])
+    for own in lists:
+        starts.append(own.starts.flatten() + first)
+        first += len(own.indices)
+    return torch.cat(starts), torch.cat([own.indices.cpu() for own in lists])
 
 
 def _longest_first(rows: Tensor, counts: Tensor, heads: int) -> Tensor:
     if not len(rows):
         return rows
-    lists = rows[:, 6, None] + torch.arange(heads, device=rows.device) * rows[:, 7, None]
+    lists = rows[:, _FIRST_LIST, None] + torch.arange(heads, device=rows.device) * rows[:, _LIST_STEP, None]
     rows = rows[counts[lists].amax(1).argsort(descending=True, stable=True)]
     return rows[rows[:, 0].argsort(stable=True)]

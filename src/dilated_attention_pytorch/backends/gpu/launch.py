@@ -1,4 +1,4 @@
-"""Calling compiled kernels directly: Triton's own dispatcher takes longer than a kernel over a short sequence runs."""
+"""Compiled kernels called directly: Triton's own dispatcher takes longer than a kernel over a short sequence runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 from triton.runtime import driver
 
-# A product and a sum as one instruction. Triton's default up to 3.9, which warns that it will change: softmax needs it.
+# A product and a sum as one instruction, which softmax needs. Triton up to 3.9 warns that this default will change.
 FUSED = {"enable_fp_fusion": True}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class KernelLaunch:
     """``kernel[(programs,)](*tensors, *tables, *numbers, **constants)`` for any tensors, in the order of parameters."""
 
     kernel: Any
@@ -22,11 +22,11 @@ class Call:
     tables: tuple[Tensor, ...]
     numbers: tuple[float, ...]
     constants: dict[str, Any]
-    # By all that Triton specialises a kernel on besides: what was compiled, and its arguments behind the tensors.
+    # The compiled kernel and its arguments behind the tensors, by everything else that Triton specialises a kernel on.
     compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=dict)
 
     def first(self, kind: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
-        """Launch through Triton, which may compile, and keep what it found."""
+        """Launch through Triton, which may compile, and keep the compiled kernel."""
         arguments = (*tensors, *self.tables, *self.numbers)
         compiled = self.kernel[(self.programs,)](*arguments, **self.constants, **FUSED)
         if compiled is None:  # the interpreter compiles nothing
@@ -36,38 +36,58 @@ class Call:
         self.compiled[kind] = compiled[(self.programs, 1, 1)], (*addresses, *self.numbers, *values)
 
 
-def launch(calls: Iterable[Call], tensors: tuple[Tensor, ...]) -> None:
+def launch(launches: Iterable[KernelLaunch], tensors: tuple[Tensor, ...]) -> None:
     """Launch kernels over the same tensors, one after the other.
 
-    Of tensors, Triton distinguishes the type and whether they start at a multiple of 16 bytes. Compiled kernels get
-    addresses: of a tensor they would ask for its address and then ask the driver whose that is.
+    Triton specialises on the type of a tensor and on whether it starts at a multiple of 16 bytes. Compiled kernels get
+    addresses: given a tensor, they would ask for its address and then ask the driver which device owns it.
     """
     addresses = [x.data_ptr() for x in tensors]
     device = tensors[0].device
     stream = None if device.type != "cuda" else driver.active.get_current_stream(device.index)
     kind = (device, *[address % 16 == 0 for address in addresses], *[x.dtype for x in tensors])
-    for call in calls:
-        found = call.compiled.get(kind)
+    for one in launches:
+        found = one.compiled.get(kind)
         if found is None:
-            call.first(kind, tensors)
+            one.first(kind, tensors)
         else:
             run, values = found
             run(*addresses, *values, stream=stream)
 
 
-# Of launches without tables of their own, by all that makes them: the call holds the kernel, whose id is in the key.
-_calls: dict[tuple[Any, ...], Call] = {}
-_MOST = 4096  # then forget all: what was compiled stays with Triton
+class _LaunchCache:
+    """Launches without tables, by kernel and arguments. The oldest goes when a new one finds no room."""
+
+    def __init__(self, maxsize: int) -> None:
+        self.maxsize = maxsize
+        self._launches: dict[tuple[Any, ...], KernelLaunch] = {}
+
+    def __len__(self) -> int:
+        return len(self._launches)
+
+    def find(
+        self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: dict[str, Any]
+    ) -> KernelLaunch:  # fmt: skip
+        """The launch with these arguments. It holds the kernel, so no other kernel gets the identity in the key."""
+        # Not the kernel itself: Triton's hash of a kernel is that of its source, which takes longer than the rest.
+        key = (id(kernel), programs, numbers, *constants.items())
+        found = self._launches.get(key)
+        if found is None:
+            if len(self._launches) >= self.maxsize:
+                self._launches.pop(next(iter(self._launches)), None)
+            found = self._launches[key] = KernelLaunch(kernel, programs, (), numbers, constants)
+        return found
+
+    def cache_clear(self) -> None:
+        """Forget all launches. Compiled kernels stay with Triton."""
+        self._launches.clear()
+
+
+launch_cache = _LaunchCache(maxsize=4096)
 
 
 def launch_one(
     kernel: Any, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], constants: dict[str, Any]
 ) -> None:
-    """``kernel[(programs,)](*tensors, *numbers, **constants)``; the first of equal ones goes through Triton."""
-    key = (id(kernel), programs, numbers, *constants.items())
-    call = _calls.get(key)
-    if call is None:
-        if len(_calls) >= _MOST:
-            _calls.clear()
-        call = _calls[key] = Call(kernel, programs, (), numbers, constants)
-    launch((call,), tensors)
+    """``kernel[(programs,)](*tensors, *numbers, **constants)``; the first of equal launches goes through Triton."""
+    launch((launch_cache.find(kernel, programs, numbers, constants),), tensors)

@@ -1,4 +1,4 @@
-"""Shares of a problem: pieces of it that are computed one share after the other, in the same memory."""
+"""Shares of a batch, which are computed one after the other and put their partial results in the same memory."""
 
 from __future__ import annotations
 
@@ -10,52 +10,55 @@ from dilated_attention_pytorch.plan.tiles import TileFamily
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """All key heads of some samples of a sequence, or some of one sample."""
+class BatchSlice:
+    """All key heads of some samples of a sequence, or some key heads of one sample."""
 
-    sequence: int  # of those that the batch has, by its number
+    sequence: int  # its number among the sequences of the batch
     samples: range
     key_heads: range
 
 
-def _cut(length: int, pieces: int) -> list[range]:
-    """So many pieces of nearly the same length.
+def _cut(length: int, count: int) -> list[range]:
+    """So many ranges of nearly the same length.
 
     >>> _cut(5, 3)
     [range(0, 1), range(1, 3), range(3, 5)]
     """
-    return [range(start, stop) for start, stop in pairwise(length * i // pieces for i in range(pieces + 1))]
+    return [range(start, stop) for start, stop in pairwise(length * i // count for i in range(count + 1))]
 
 
-def shares_of(samples: Sequence[range], head_rows: Sequence[int], key_heads: int, most_rows: int) -> list[list[Piece]]:
-    """Pieces in as few shares as come without effort, of at most so many rows, or of one key head that has more.
+def shares_of(
+    samples: Sequence[range], head_rows: Sequence[int], key_heads: int, most_rows: int
+) -> list[list[BatchSlice]]:  # fmt: skip
+    """The batch in few shares, each of at most ``most_rows`` rows, or of one key head that has more.
 
-    ``samples`` and ``head_rows`` are of each sequence: its samples, and the rows of one key head of one of them. A sample
-    that fits into a share is not cut.
+    ``samples`` and ``head_rows`` have an entry for each sequence: its samples, and the rows of one key head of one sample.
+    A sample that fits into a share is not cut.
 
-    >>> [[(p.sequence, p.samples, p.key_heads) for p in share] for share in shares_of([range(3)], [10], 2, 40)]
+    >>> [[(x.sequence, x.samples, x.key_heads) for x in share] for share in shares_of([range(3)], [10], 2, 40)]
     [[(0, range(0, 2), range(0, 2))], [(0, range(2, 3), range(0, 2))]]
-    >>> [[(p.sequence, p.samples, p.key_heads) for p in share] for share in shares_of([range(1)] * 2, [1, 10], 3, 20)]
+    >>> [[(x.sequence, x.samples, x.key_heads) for x in share] for share in shares_of([range(1)] * 2, [1, 10], 3, 20)]
     [[(0, range(0, 1), range(0, 3))], [(1, range(0, 1), range(0, 1))], [(1, range(0, 1), range(1, 3))]]
     """
-    shares: list[list[Piece]] = [[]]
+    shares: list[list[BatchSlice]] = [[]]
     left = most_rows
-    for sequence, (some, rows) in enumerate(zip(samples, head_rows, strict=True)):
+    for sequence, (own, rows) in enumerate(zip(samples, head_rows, strict=True)):
         sample_rows = rows * key_heads
         if sample_rows > most_rows:
-            pieces = -(-key_heads // max(1, most_rows // rows))
-            for sample in some:
-                shares += [[Piece(sequence, range(sample, sample + 1), heads)] for heads in _cut(key_heads, pieces)]
+            count = -(-key_heads // max(1, most_rows // rows))
+            for sample in own:
+                shares += [[BatchSlice(sequence, range(sample, sample + 1), heads)] for heads in _cut(key_heads, count)]
             left = 0
             continue
-        while some:
+        rest = own
+        while rest:
             if sample_rows > left:
                 shares.append([])
                 left = most_rows
-            fitting = left // sample_rows if sample_rows else len(some)
-            shares[-1].append(Piece(sequence, some[:fitting], range(key_heads)))
-            left -= len(some[:fitting]) * sample_rows
-            some = some[fitting:]
+            fitting = left // sample_rows if sample_rows else len(rest)
+            shares[-1].append(BatchSlice(sequence, rest[:fitting], range(key_heads)))
+            left -= len(rest[:fitting]) * sample_rows
+            rest = rest[fitting:]
     return [share for share in shares if share]
 
 

@@ -1,19 +1,21 @@
-"""Launching the Hopper kernels over block lists: the tables are those of the portable kernels."""
+"""The Hopper kernels over block lists: the tables are those of the portable kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable
-from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, Config, configs
+from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
+from dilated_attention_pytorch.backends.gpu.buffers import lse_buffer, result_buffer
+from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, row_strides
+from dilated_attention_pytorch.backends.gpu.statistics import RowStatistics
+from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, HopperConfig, configs
 from dilated_attention_pytorch.backends.hopper.kernels.block_dkv import block_dkv_kernel
 from dilated_attention_pytorch.backends.hopper.kernels.block_dq import block_dq_kernel
 from dilated_attention_pytorch.backends.hopper.kernels.block_forward import block_forward_kernel
-from dilated_attention_pytorch.backends.hopper.run import (
+from dilated_attention_pytorch.backends.hopper.persistent import (
     aligned,
     constants,
     launch_persistent,
@@ -21,111 +23,104 @@ from dilated_attention_pytorch.backends.hopper.run import (
     row_statistics,
     scaled_query,
 )
-from dilated_attention_pytorch.backends.triton.block_run import forward_buffers, result_buffer
-from dilated_attention_pytorch.backends.triton.run import LOG2_E, row_strides
+from dilated_attention_pytorch.backends.hopper.run import GradientInputs
+from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+
+
+def _constants(problem: Problem, config: HopperConfig, head_dim: int) -> dict[str, Any]:
+    return {"BLOCK_SIZE": problem.blocks.block_size, "CAUSAL": problem.is_causal, **constants(config, head_dim)}
 
 
 def _launch(
     kernel: Any,
-    config: Config,
     table: BlockTable,
     heads: int,
     tensors: tuple[Tensor, ...],
-    read: tuple[Tensor, ...],
     numbers: tuple[float, ...],
-    block_size: int,
-    **mode: Any,
+    fixed: dict[str, Any],
 ) -> None:
-    """One launch over all blocks of 128 rows of all heads; ``read`` are the inputs of rows (B, N, H, D)."""
+    """One launch over all blocks of 128 rows of all heads."""
     rows = table.rows.shape[0]
-    items = rows * (block_size // ITEM_ROWS) * heads
-    numbers = (rows, items, *row_strides(x.stride() for x in read), *numbers)
-    # A counter; in the forward also what each program has taken.
+    items = rows * (fixed["BLOCK_SIZE"] // ITEM_ROWS) * heads
+    # A counter; in the forward also the items that each program has taken.
     taken = torch.zeros(1 + items, dtype=torch.int32, device=table.rows.device)
-    fixed = {"BLOCK_SIZE": block_size, **mode, **constants(config, read[0].shape[-1])}
-    launch_persistent(kernel, items, (*tensors, *table.tensors, taken), numbers, fixed)
+    launch_persistent(kernel, items, (*tensors, *table.tensors, taken), (rows, items, *numbers), fixed)
 
 
-def forward(
-    table: BlockTable,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    block_size: int,
-    is_causal: bool,
-    scale: float,
-    config: Config | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))``; the table is by query block."""
-    query, scale = scaled_query(query, scale)
-    read, chosen = (aligned(query), aligned(key), aligned(value)), config or configs(query.shape[-1]).forward
-    (n, heads), group = query.shape[1:3], query.shape[2] // key.shape[2]
-    out, lse = forward_buffers(table, query)
-    _launch(
-        block_forward_kernel, chosen, table, heads, (*read, out, lse), read, (n, heads, group, scale * LOG2_E), block_size,
-        BLOCK_N=chosen.block, CAUSAL=is_causal,
-    )  # fmt: skip
-    return out, lse
+def attend(
+    problem: Problem, table: BlockTable, inputs: Inputs, scale: float, out: Tensor | None = None
+) -> Results:  # fmt: skip
+    """The attention over a table by query block."""
+    query, scale = scaled_query(inputs.query, scale)
+    read, config = tuple(map(aligned, (query, inputs.key, inputs.value))), configs(query.shape[-1]).forward
+    n, heads = query.shape[1:3]
+    out = result_buffer(query, table.covered) if out is None else out
+    lse = lse_buffer(query, table.covered)
+    numbers = (*row_strides(x.stride() for x in read), n, heads, problem.heads_per_key, scale * LOG2_E)
+    fixed = {"BLOCK_N": config.block, **_constants(problem, config, query.shape[-1])}
+    _launch(block_forward_kernel, table, heads, (*read, out, lse), numbers, fixed)
+    return Results(out, lse)
 
 
 def dq(
+    problem: Problem,
     table: BlockTable,
-    read: tuple[Tensor, ...],
-    statistics: tuple[Tensor, ...],
-    *,
-    block_size: int,
-    is_causal: bool,
+    read: GradientInputs,
+    statistics: RowStatistics,
     scale: float,
-    config: Config | None = None,
+    result: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the queries; ``read`` is query, key, value, dout, ``statistics`` lse, delta and shifts."""
-    query, key, *_ = read
-    chosen, (n, heads) = config or configs(query.shape[-1]).dq, query.shape[1:3]
-    result = result_buffer(query, table)
-    numbers = (n, heads, heads // key.shape[2], scale * LOG2_E, scale)
-    _launch(
-        block_dq_kernel, chosen, table, heads, (*read, *statistics[:2], result), read, numbers, block_size,
-        BLOCK_N=chosen.block, CAUSAL=is_causal,
-    )  # fmt: skip
+    """The gradient of the queries; the table is by query block."""
+    query = read.query
+    config, (n, heads) = configs(query.shape[-1]).dq, query.shape[1:3]
+    result = result_buffer(query, table.covered) if result is None else result
+    numbers = (*row_strides(read.strides), n, heads, problem.heads_per_key, scale * LOG2_E, scale)
+    fixed = {"BLOCK_N": config.block, **_constants(problem, config, query.shape[-1])}
+    _launch(block_dq_kernel, table, heads, (*read, statistics.lse, statistics.delta, result), numbers, fixed)
     return result
 
 
 def dkv(
+    problem: Problem,
     table: BlockTable,
-    read: tuple[Tensor, ...],
-    statistics: tuple[Tensor, ...],
-    *,
-    block_size: int,
-    is_causal: bool,
+    read: GradientInputs,
+    shifts: Tensor,
     scale: float,
-    config: Config | None = None,
+    results: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of keys and values; the table is by key block."""
     query, key, value, _ = read
-    chosen, (n, heads), (m, key_heads) = config or configs(query.shape[-1]).dkv, query.shape[1:3], key.shape[1:3]
-    dk, dv = result_buffer(key, table), result_buffer(value, table)
-    numbers = (n, m, heads, key_heads, heads // key_heads, nonzero_scale(scale) * LOG2_E, scale)
-    _launch(
-        block_dkv_kernel, chosen, table, key_heads, (*read, statistics[2], dk, dv), read, numbers, block_size,
-        BLOCK_M=chosen.block, OVERLAP=chosen.overlap, CAUSAL=is_causal,
-    )  # fmt: skip
+    config, (n, heads), (m, key_heads) = configs(query.shape[-1]).dkv, query.shape[1:3], key.shape[1:3]
+    dk, dv = (result_buffer(key, table.covered), result_buffer(value, table.covered)) if results is None else results
+    sizes = n, m, heads, key_heads, problem.heads_per_key
+    numbers = (*row_strides(read.strides), *sizes, nonzero_scale(scale) * LOG2_E, scale)
+    fixed = {"BLOCK_M": config.block, "OVERLAP": config.overlap, **_constants(problem, config, query.shape[-1])}
+    _launch(block_dkv_kernel, table, key_heads, (*read, shifts, dk, dv), numbers, fixed)
     return dk, dv
 
 
+def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | None = None) -> Results:
+    """The attention of a block-sparse problem, see ``TableBackend.forward``."""
+    table = find_block_tables(problem, inputs.query.device, options.chosen).for_queries(options.chosen)
+    return attend(problem, table, inputs, options.scale, out)
+
+
 def backward(
-    by_query: BlockTable,
-    by_key: Callable[[], BlockTable],
-    dout: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)``; options: block_size, is_causal, scale."""
-    read = tuple(map(aligned, (query, key, value, dout)))
-    statistics = row_statistics(dout, out, dlse, lse, scale=options["scale"])
-    return dq(by_query, read, statistics, **options), *dkv(by_key(), read, statistics, **options)
+    problem: Problem,
+    inputs: Inputs,
+    results: Results,
+    upstream: Upstream,
+    options: Options,
+    grads: Inputs | None = None,
+) -> Inputs:
+    """The gradients of a block-sparse problem, see ``TableBackend.backward``."""
+    tables, scale = find_block_tables(problem, inputs.query.device, options.chosen), options.scale
+    read = GradientInputs(*map(aligned, (*inputs, upstream.dout)))
+    statistics = row_statistics(results, upstream, scale)
+    assert statistics.shifts is not None
+    by_query, by_key = (None, None) if grads is None else (grads.query, (grads.key, grads.value))
+    return Inputs(
+        dq(problem, tables.for_queries(options.chosen), read, statistics, scale, by_query),
+        *dkv(problem, tables.for_keys(options.chosen), read, statistics.shifts, scale, by_key),
+    )

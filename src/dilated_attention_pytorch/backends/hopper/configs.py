@@ -12,7 +12,7 @@ ITEM_ROWS = 128  # that a program computes at once: 64 by each of its two groups
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class HopperConfig:
     """Rows of a streamed block, blocks in flight, where the left sides of the score products lie, and who computes."""
 
     block: int
@@ -23,32 +23,32 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Configs:
+class HopperConfigs:
     """One configuration per kernel."""
 
-    forward: Config
-    dq: Config
-    dkv: Config
-    joint: Config | None = None  # all gradients at once, see joint_config
+    forward: HopperConfig
+    dq: HopperConfig
+    dkv: HopperConfig
+    joint: HopperConfig | None = None  # all gradients at once, see joint_config
 
 
 # By the head size, up to this one. benchmarks/results/h200_tune_hopper.json has candidates at 64 and 128, measured with
 # early kernels. At the power limit the choice of operands in registers was measured again, also at 96
 # (docs/kernels_history.md, "Hopper forward" and "Hopper backward", version 9).
 TABLE = {
-    32: Configs(Config(128, 6, 1), Config(64, 8, 2), Config(64, 8, 2, overlap=True)),
-    64: Configs(
-        Config(128, 6, 1),
-        Config(64, 8, 2),
-        Config(64, 8, 2, overlap=True),
-        Config(64, 4, 2, helpers=1),
+    32: HopperConfigs(HopperConfig(128, 6, 1), HopperConfig(64, 8, 2), HopperConfig(64, 8, 2, overlap=True)),
+    64: HopperConfigs(
+        HopperConfig(128, 6, 1),
+        HopperConfig(64, 8, 2),
+        HopperConfig(64, 8, 2, overlap=True),
+        HopperConfig(64, 4, 2, helpers=1),
     ),
-    96: Configs(Config(128, 3, 0), Config(64, 5, 1), Config(64, 4, 1)),
-    128: Configs(Config(128, 3, 0), Config(64, 5, 1), Config(64, 4, 0)),
+    96: HopperConfigs(HopperConfig(128, 3, 0), HopperConfig(64, 5, 1), HopperConfig(64, 4, 1)),
+    128: HopperConfigs(HopperConfig(128, 3, 0), HopperConfig(64, 5, 1), HopperConfig(64, 4, 0)),
 }
 
 
-def configs(head_dim: int) -> Configs:
+def configs(head_dim: int) -> HopperConfigs:
     """The configurations for a head size."""
     return TABLE[min(size for size in TABLE if size >= head_dim)]
 
@@ -65,7 +65,7 @@ _JOINT_FROM_KEYS = 256
 _MULTIPROCESSORS = 132  # of an H100 or H200
 
 
-def joint_config(problem: Problem, head_dim: int) -> Config | None:
+def joint_config(problem: Problem, head_dim: int) -> HopperConfig | None:
     """How all gradients are computed at once; None if they are not."""
     known = configs(head_dim).joint
     # What is known of the parts of many branches takes the room of its few stages. Few queries of many keys would be added to

@@ -1,126 +1,101 @@
-"""Launching the kernels over block lists: one launch forward; delta, dq, dk and dv backward."""
+"""The portable kernels over block lists: one launch forward; delta, dq, and dk with dv backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable
+from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
+from dilated_attention_pytorch.backends.gpu.buffers import lse_buffer, result_buffer
+from dilated_attention_pytorch.backends.gpu.configs import TritonConfig, TritonConfigs
 from dilated_attention_pytorch.backends.gpu.kernels.block_backward import block_dkv_kernel, block_dq_kernel
 from dilated_attention_pytorch.backends.gpu.kernels.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.gpu.launch import launch_one
-from dilated_attention_pytorch.backends.triton.configs import Config, Configs, block_configs
-from dilated_attention_pytorch.backends.triton.run import (
+from dilated_attention_pytorch.backends.gpu.portable import (
     LOG2_E,
-    capability,
     exact_products,
     keep_numbers,
-    row_statistics,
     row_strides,
     tile_constants,
 )
+from dilated_attention_pytorch.backends.gpu.statistics import row_statistics
+from dilated_attention_pytorch.backends.triton.configs import block_configs
+from dilated_attention_pytorch.backends.triton.run import capability
+from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
 
 
-def _configs(x: Tensor, block_size: int) -> Configs:
+def _configs(x: Tensor, block_size: int) -> TritonConfigs:
     return block_configs(capability(x), x.dtype, x.shape[-1], block_size)
 
 
-def result_buffer(like: Tensor, table: BlockTable) -> Tensor:
-    """A result: 0 only where no block writes it."""
-    make = torch.empty if table.covered else torch.zeros
-    return make(like.shape, dtype=like.dtype, device=like.device)
-
-
-def forward_buffers(table: BlockTable, query: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse: -inf only where no block writes it."""
-    batch, n, heads, _ = query.shape
-    lse = torch.empty((batch, heads, n), dtype=torch.float32, device=query.device)
-    return result_buffer(query, table), lse if table.covered else lse.fill_(-torch.inf)
+def _constants(problem: Problem, read: tuple[Tensor, ...], config: TritonConfig, options: Options) -> dict[str, Any]:
+    """The constants of all kernels; ``read`` are the inputs of rows (B, N, H, D)."""
+    query = read[0]
+    step = max(*row_strides(x.stride() for x in read), *(x.shape[2] * x.shape[3] for x in read))
+    mode = {"BLOCK_SIZE": problem.blocks.block_size, "CAUSAL": problem.is_causal, "DROPOUT": options.dropout is not None}
+    return tile_constants(query.shape[-1], exact_products(query), config, step) | mode
 
 
 def _launch(
     kernel: Any,
     table: BlockTable,
-    heads: int,
-    block: int,
+    programs: int,
     tensors: tuple[Tensor, ...],
-    read: tuple[Tensor, ...],
     numbers: tuple[float, ...],
-    config: Config,
-    block_size: int,
-    dropout_p: float,
-    seed: Tensor | None,
-    **mode: bool,
+    constants: dict[str, Any],
+    options: Options,
 ) -> None:
-    """One launch of programs of ``block`` rows for each of the heads; ``read`` are the inputs of rows (B, N, H, D)."""
-    programs = table.rows.shape[0] * (block_size // block) * heads
-    if not programs:
-        return
-    strides = row_strides(x.stride() for x in read)
-    step = max(*strides, *(x.shape[2] * x.shape[3] for x in read))
-    constants = tile_constants(read[0].shape[-1], exact_products(read[0]), config, step)
-    constants |= {"BLOCK_SIZE": block_size, "DROPOUT": dropout_p > 0.0, **mode}
-    numbers = table.rows.shape[0], *strides, *numbers, *keep_numbers(dropout_p)
-    launch_one(kernel, programs, (*tensors, *table.tensors, table.starts if seed is None else seed), numbers, constants)
+    """One launch of ``programs`` programs for each row of the table."""
+    rows = table.rows.shape[0]
+    if rows * programs:
+        seed, p = (table.starts, 0.0) if options.dropout is None else (options.dropout.seed, options.dropout.p)
+        numbers = (rows, *numbers, *keep_numbers(p))
+        launch_one(kernel, rows * programs, (*tensors, *table.tensors, seed), numbers, constants)
 
 
-def forward(
-    table: BlockTable,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    block_size: int,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))``; the table is by query block."""
+def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | None = None) -> Results:
+    """The attention of a block-sparse problem, see ``TableBackend.forward``."""
+    query, block_size, scale = inputs.query, problem.blocks.block_size, options.scale
     config, (n, heads) = _configs(query, block_size).forward, query.shape[1:3]
-    out, lse = forward_buffers(table, query)
-    read = query, key, value
-    numbers = n, heads, heads // key.shape[2], abs(scale) * LOG2_E
-    _launch(
-        block_forward_kernel, table, heads, config.block_m, (*read, out, lse), read, numbers, config, block_size,
-        dropout_p, seed, CAUSAL=is_causal, NEGATIVE=scale < 0,
-    )  # fmt: skip
-    return out, lse
+    table = find_block_tables(problem, query.device, options.chosen).for_queries(options.chosen)
+    lse = lse_buffer(query, table.covered)
+    out = result_buffer(query, table.covered) if out is None else out
+    strides = row_strides(x.stride() for x in inputs)
+    numbers = (*strides, n, heads, problem.heads_per_key, abs(scale) * LOG2_E)
+    constants = _constants(problem, inputs, config, options) | {"NEGATIVE": scale < 0}
+    programs = block_size // config.block_m * heads
+    _launch(block_forward_kernel, table, programs, (*inputs, out, lse), numbers, constants, options)
+    return Results(out, lse)
 
 
 def backward(
-    by_query: BlockTable,
-    by_key: Callable[[], BlockTable],
-    dout: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    block_size: int,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)``."""
+    problem: Problem,
+    inputs: Inputs,
+    results: Results,
+    upstream: Upstream,
+    options: Options,
+    grads: Inputs | None = None,
+) -> Inputs:
+    """The gradients of a block-sparse problem, see ``TableBackend.backward``."""
+    (query, key, value), block_size, scale = inputs, problem.blocks.block_size, options.scale
     configs, (n, heads), (m, key_heads) = _configs(query, block_size), query.shape[1:3], key.shape[1:3]
-    read, statistics = (query, key, value, dout), row_statistics(dout, out, dlse, lse)
-    factors = heads // key_heads, scale * LOG2_E, scale
-    dq = result_buffer(query, by_query)
-    _launch(
-        block_dq_kernel, by_query, heads, configs.dq.block_m, (*read, *statistics, dq), read, (n, heads, *factors),
-        configs.dq, block_size, dropout_p, seed, CAUSAL=is_causal,
-    )  # fmt: skip
-    table = by_key()
-    dk, dv = result_buffer(key, table), result_buffer(value, table)
-    _launch(
-        block_dkv_kernel, table, key_heads, configs.dkv.block_n, (*read, *statistics, dk, dv), read,
-        (n, m, heads, key_heads, *factors), configs.dkv, block_size, dropout_p, seed, CAUSAL=is_causal,
-    )  # fmt: skip
-    return dq, dk, dv
+    tables, read = find_block_tables(problem, query.device, options.chosen), (*inputs, upstream.dout)
+    lse, delta, _ = row_statistics(results, upstream)
+    tensors, strides = (*read, lse, delta), row_strides(x.stride() for x in read)
+    factors = problem.heads_per_key, scale * LOG2_E, scale
+
+    table = tables.for_queries(options.chosen)
+    dq = result_buffer(query, table.covered) if grads is None else grads.query
+    constants, programs = _constants(problem, read, configs.dq, options), block_size // configs.dq.block_m * heads
+    numbers: tuple[float, ...] = (*strides, n, heads, *factors)
+    _launch(block_dq_kernel, table, programs, (*tensors, dq), numbers, constants, options)
+
+    table = tables.for_keys(options.chosen)
+    dk = result_buffer(key, table.covered) if grads is None else grads.key
+    dv = result_buffer(value, table.covered) if grads is None else grads.value
+    constants, programs = _constants(problem, read, configs.dkv, options), block_size // configs.dkv.block_n * key_heads
+    numbers = (*strides, n, m, heads, key_heads, *factors)
+    _launch(block_dkv_kernel, table, programs, (*tensors, dk, dv), numbers, constants, options)
+    return Inputs(dq, dk, dv)

@@ -8,6 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dilated_attention_pytorch.backends.gpu.kernels.columns import (
+    FAMILY_BATCH_SLICE,
+    FAMILY_BRANCH,
+    FAMILY_CHILDREN,
+    FAMILY_FIRST_CHILD,
+    FAMILY_FIRST_SAMPLE,
+    FAMILY_TO_POSITION,
+)
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     LAST,
     LOG2_E,
@@ -212,7 +220,7 @@ def dq_kernel(
     block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
         row, program, group, BLOCK_M, False
     )
-    sample = tl.load(row + 1) + own_sample
+    sample = tl.load(row + FAMILY_FIRST_SAMPLE) + own_sample
     head = key_head * group + member
     first = block * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
@@ -242,7 +250,7 @@ def dq_kernel(
         stream = tl.full([], 0, tl.uint32)
         q_positions = q_start + q_shift + rows * stride
         if DROPOUT:
-            stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
+            stream = dropout_stream(SEED, sample, head, tl.load(row + FAMILY_BRANCH))
 
         q_originals = rows
         if ORDERED:
@@ -264,10 +272,10 @@ def dq_kernel(
             q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, True, DROPOUT, ORDERED, PRECISION,
         )  # fmt: skip
         dq *= scale
-    positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
-    piece = tl.load(row + 16)
-    child = tl.load(row + 23)
-    for part in range(child, child + tl.load(row + 24)):
+    positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
+    piece = tl.load(row + FAMILY_BATCH_SLICE)
+    child = tl.load(row + FAMILY_FIRST_CHILD)
+    for part in range(child, child + tl.load(row + FAMILY_CHILDREN)):
         places, there = part_rows(LAYOUT, OFFSETS, part, parts, piece, own_sample, head, H, key_head, G, positions)
         dq += load_parts(PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
     if FINAL:
@@ -438,7 +446,7 @@ def dkv_kernel(
     block, _, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
         row, program, group, BLOCK_N, True
     )
-    sample = tl.load(row + 1) + own_sample
+    sample = tl.load(row + FAMILY_FIRST_SAMPLE) + own_sample
     first = block * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     inside = columns < k_rows
@@ -477,7 +485,7 @@ def dkv_kernel(
             statistics = (sample * H + head) * N + q_start
             stream = tl.full([], 0, tl.uint32)
             if DROPOUT:
-                stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
+                stream = dropout_stream(SEED, sample, head, tl.load(row + FAMILY_BRANCH))
             dk, dv = dkv_over_queries(
                 dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
                 dout_offsets, begin, crossing, end, cut, q_rows, columns, causal, scale_log2, stream, q_start + q_shift,
@@ -493,10 +501,10 @@ def dkv_kernel(
                 )  # fmt: skip
         dk *= scale
     first_row = k_start + first * stride
-    positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_N, WIDE)).to(tl.int32)
-    piece = tl.load(row + 16)
-    child = tl.load(row + 23)
-    for part in range(child, child + tl.load(row + 24)):
+    positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(stride, BLOCK_N, WIDE)).to(tl.int32)
+    piece = tl.load(row + FAMILY_BATCH_SLICE)
+    child = tl.load(row + FAMILY_FIRST_CHILD)
+    for part in range(child, child + tl.load(row + FAMILY_CHILDREN)):
         places, there = part_rows(LAYOUT, OFFSETS, part, parts, piece, own_sample, key_head, G, key_head, G, positions)
         dk += load_parts(DK_PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
         dv += load_parts(DV_PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)

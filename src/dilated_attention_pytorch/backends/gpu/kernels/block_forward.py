@@ -5,6 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dilated_attention_pytorch.backends.gpu.kernels.columns import (
+    BLOCK_FIRST_LIST,
+    BLOCK_K_ROW,
+    BLOCK_LIST_STEP,
+    BLOCK_NUMBER,
+    BLOCK_Q_FIRST,
+    BLOCK_Q_ROW,
+    BLOCK_SAMPLE,
+    BLOCK_SEQUENCE_LENGTH,
+    BLOCK_WIDTH,
+)
 from dilated_attention_pytorch.backends.gpu.kernels.forward import attend_keys
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     LN_2,
@@ -14,8 +25,6 @@ from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     store_block,
 )
 
-COLUMNS = tl.constexpr(8)  # of a table of blocks, see block_tables.COLUMNS
-
 
 @triton.jit
 def locate_block(ROWS, rows, PARTS: tl.constexpr):
@@ -23,20 +32,20 @@ def locate_block(ROWS, rows, PARTS: tl.constexpr):
     program = tl.program_id(0)
     tile = program % (rows * PARTS)
     head = program // (rows * PARTS)
-    row = ROWS + tile // PARTS * COLUMNS
-    sample = tl.load(row)
-    block = tl.load(row + 1).to(tl.int32)
-    q_row = tl.load(row + 2)
-    q_first = tl.load(row + 3).to(tl.int32)
-    k_row = tl.load(row + 4)
-    length = tl.load(row + 5).to(tl.int32)
+    row = ROWS + tile // PARTS * BLOCK_WIDTH
+    sample = tl.load(row + BLOCK_SAMPLE)
+    block = tl.load(row + BLOCK_NUMBER).to(tl.int32)
+    q_row = tl.load(row + BLOCK_Q_ROW)
+    q_first = tl.load(row + BLOCK_Q_FIRST).to(tl.int32)
+    k_row = tl.load(row + BLOCK_K_ROW)
+    length = tl.load(row + BLOCK_SEQUENCE_LENGTH).to(tl.int32)
     return row, tile % PARTS, head, sample, block, q_row, q_first, k_row, length
 
 
 @triton.jit
 def load_list(row, head, COUNTS, STARTS, INDICES):
     """The number of entries of a head's list, and where they are."""
-    number = tl.load(row + 6) + head * tl.load(row + 7)
+    number = tl.load(row + BLOCK_FIRST_LIST) + head * tl.load(row + BLOCK_LIST_STEP)
     return tl.load(COUNTS + number), INDICES + tl.load(STARTS + number)
 
 

@@ -5,6 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dilated_attention_pytorch.backends.gpu.kernels.columns import (
+    FAMILY_BATCH_SLICE,
+    FAMILY_BRANCH,
+    FAMILY_CHILDREN,
+    FAMILY_FIRST_CHILD,
+    FAMILY_FIRST_SAMPLE,
+    FAMILY_TO_POSITION,
+    FAMILY_ZERO_KEYS,
+)
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     LAST,
     LN_2,
@@ -174,13 +183,13 @@ def forward_kernel(
     block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
         row, program, group, BLOCK_M, False
     )
-    sample = tl.load(row + 1) + own_sample
+    sample = tl.load(row + FAMILY_FIRST_SAMPLE) + own_sample
     head = key_head * group + member
     first = block * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
 
     # Zero keys have logit 0 and value 0: they only start the denominator.
-    zero_keys = tl.load(row + 14).to(tl.float32)
+    zero_keys = tl.load(row + FAMILY_ZERO_KEYS).to(tl.float32)
     m2 = tl.zeros([BLOCK_M], tl.float32) + tl.where(zero_keys > 0, 0.0, -float("inf"))
     total = tl.zeros([BLOCK_M], tl.float32) + zero_keys
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -200,7 +209,7 @@ def forward_kernel(
         stream = tl.full([], 0, tl.uint32)
         q_positions = q_start + q_shift + rows * stride
         if DROPOUT:
-            stream = dropout_stream(SEED, sample, head, tl.load(row + 15))
+            stream = dropout_stream(SEED, sample, head, tl.load(row + FAMILY_BRANCH))
 
         q_originals = rows
         if ORDERED:
@@ -226,10 +235,10 @@ def forward_kernel(
     inside = rows < q_rows
     d = tl.arange(0, BLOCK_D)
     first_row = q_start + first * stride
-    positions = (first_row + tl.load(row + 17) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
-    piece = tl.load(row + 16)
-    child = tl.load(row + 23)
-    for part in range(child, child + tl.load(row + 24)):
+    positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
+    piece = tl.load(row + FAMILY_BATCH_SLICE)
+    child = tl.load(row + FAMILY_FIRST_CHILD)
+    for part in range(child, child + tl.load(row + FAMILY_CHILDREN)):
         places, there = part_rows(LAYOUT, OFFSETS, part, parts, piece, own_sample, head, H, key_head, G, positions)
         part_lse2 = tl.load(PARTS_LSE2 + places, mask=there & inside, other=-float("inf"))
         there = part_lse2 > -float("inf")

@@ -9,9 +9,39 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(25)  # of a launch table, see tables.COLUMNS
+from dilated_attention_pytorch.backends.gpu.kernels.columns import (
+    FAMILY_CAPACITY,
+    FAMILY_CAUSAL,
+    FAMILY_FIRST_HEAD,
+    FAMILY_FIRST_PROGRAM,
+    FAMILY_HEAD_ROW_STEP,
+    FAMILY_HEAD_STEP,
+    FAMILY_HEADS,
+    FAMILY_K_ROWS,
+    FAMILY_K_START,
+    FAMILY_OWN_NUMBER,
+    FAMILY_OWN_SEGMENT,
+    FAMILY_PARTIAL_BASE,
+    FAMILY_Q_ROWS,
+    FAMILY_Q_START,
+    FAMILY_ROW_STRIDE,
+    FAMILY_SEGMENTS,
+    FAMILY_TILE_STEP,
+    FAMILY_TILES,
+    FAMILY_WIDTH,
+    LAYOUT_BASE,
+    LAYOUT_CAPACITY,
+    LAYOUT_FIRST_NUMBER,
+    LAYOUT_FIRST_SEGMENT,
+    LAYOUT_R,
+    LAYOUT_R_INVERSE,
+    LAYOUT_SEGMENTS,
+    LAYOUT_W,
+    LAYOUT_W_INVERSE,
+    LAYOUT_WIDTH,
+)
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-LAYOUT_COLUMNS = tl.constexpr(9)  # of the layout of parts, see tables.LAYOUT
 LN_2 = tl.constexpr(0.6931471805599453)
 LAST = tl.constexpr(2**31 - 1)  # behind every position
 LOWEST = tl.constexpr(-1e38)  # below every score, and finite
@@ -24,10 +54,10 @@ def find_family(table, families, program):
     high = families - 1
     while low < high:
         middle = (low + high + 1) // 2
-        first = tl.load(table + middle * COLUMNS)
+        first = tl.load(table + middle * FAMILY_WIDTH + FAMILY_FIRST_PROGRAM)
         low = tl.where(first <= program, middle, low)
         high = tl.where(first <= program, high, middle - 1)
-    return table + low * COLUMNS
+    return table + low * FAMILY_WIDTH
 
 
 @triton.jit
@@ -38,8 +68,9 @@ def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, ROTA
     queries count backwards: under causality the last one is the longest) of head 3 of tile 2 of sample 1. With ROTATE the
     count starts one block later in every tile, so that every n-th program meets long and short blocks alike.
     """
-    index = (program - tl.load(row)).to(tl.int32)  # 32 bits: programs are fewer than 2**31, and 64-bit division is slow
-    rows = tl.load(row + (11 if BY_KEYS else 9)).to(tl.int32)
+    # 32 bits: programs are fewer than 2**31, and 64-bit division is slow.
+    index = (program - tl.load(row + FAMILY_FIRST_PROGRAM)).to(tl.int32)
+    rows = tl.load(row + (FAMILY_K_ROWS if BY_KEYS else FAMILY_Q_ROWS)).to(tl.int32)
     blocks = (rows + BLOCK - 1) // BLOCK
     count = index % blocks
     index = index // blocks
@@ -50,49 +81,51 @@ def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, ROTA
     if not BY_KEYS:
         member = index % group
         index = index // group
-    heads = tl.load(row + 4).to(tl.int32)
+    heads = tl.load(row + FAMILY_HEADS).to(tl.int32)
     a = index % heads
     index = index // heads
-    tiles = tl.load(row + 2).to(tl.int32)
+    tiles = tl.load(row + FAMILY_TILES).to(tl.int32)
     tile = index % tiles
     own_sample = index // tiles  # within its sequence
-    key_head = tl.load(row + 5) + a * tl.load(row + 6)
-    shift = tile * tl.load(row + 3) + a * tl.load(row + 7)
-    q_start = tl.load(row + 8) + shift
-    k_start = tl.load(row + 10) + shift
-    q_rows = tl.load(row + 9).to(tl.int32)
-    k_rows = tl.load(row + 11).to(tl.int32)
-    stride = tl.load(row + 12)
-    causal = tl.load(row + 13) != 0
+    key_head = tl.load(row + FAMILY_FIRST_HEAD) + a * tl.load(row + FAMILY_HEAD_STEP)
+    shift = tile * tl.load(row + FAMILY_TILE_STEP) + a * tl.load(row + FAMILY_HEAD_ROW_STEP)
+    q_start = tl.load(row + FAMILY_Q_START) + shift
+    k_start = tl.load(row + FAMILY_K_START) + shift
+    q_rows = tl.load(row + FAMILY_Q_ROWS).to(tl.int32)
+    k_rows = tl.load(row + FAMILY_K_ROWS).to(tl.int32)
+    stride = tl.load(row + FAMILY_ROW_STRIDE)
+    causal = tl.load(row + FAMILY_CAUSAL) != 0
     return block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal
 
 
 @triton.jit
 def own_part_row(row, own_sample, head, heads, tile):
     """Where the first row of a tile lies in the parts; its rows follow one another."""
-    segment = (own_sample * heads + head) * tl.load(row + 19) + tl.load(row + 21) + tile
-    return tl.load(row + 18) + segment * tl.load(row + 20) + tl.load(row + 22)
+    segment = (own_sample * heads + head) * tl.load(row + FAMILY_SEGMENTS) + tl.load(row + FAMILY_OWN_SEGMENT) + tile
+    return tl.load(row + FAMILY_PARTIAL_BASE) + segment * tl.load(row + FAMILY_CAPACITY) + tl.load(row + FAMILY_OWN_NUMBER)
 
 
 @triton.jit
 def part_facts(LAYOUT, OFFSETS, part, parts, piece, own_sample, head, heads, key_head, key_heads):
-    """What is the same for all rows of a head of a sample in a group's layout of parts: see tables.py.
+    """What is the same for all rows of a head of a sample in a group's layout of parts: see launch_plan.py.
 
     Returns where row number 0 of segment 0 would lie, capacity, segment length, rate, offset, inverses of length and rate.
     """
-    entry = LAYOUT + (piece * parts + part) * LAYOUT_COLUMNS
-    capacity = tl.load(entry + 2)
-    first = tl.load(entry) + ((own_sample * heads + head) * tl.load(entry + 1) - tl.load(entry + 5)) * capacity
-    first -= tl.load(entry + 6)
+    entry = LAYOUT + (piece * parts + part) * LAYOUT_WIDTH
+    capacity = tl.load(entry + LAYOUT_CAPACITY)
+    base = tl.load(entry + LAYOUT_BASE)
+    segment = (own_sample * heads + head) * tl.load(entry + LAYOUT_SEGMENTS) - tl.load(entry + LAYOUT_FIRST_SEGMENT)
+    first = base + segment * capacity
+    first -= tl.load(entry + LAYOUT_FIRST_NUMBER)
     offset = tl.load(OFFSETS + part * key_heads + key_head).to(tl.int32)
-    w = tl.load(entry + 3).to(tl.int32)
-    r = tl.load(entry + 4).to(tl.int32)
-    return first, capacity.to(tl.int32), w, r, offset, tl.load(entry + 7), tl.load(entry + 8)
+    w = tl.load(entry + LAYOUT_W).to(tl.int32)
+    r = tl.load(entry + LAYOUT_R).to(tl.int32)
+    return first, capacity.to(tl.int32), w, r, offset, tl.load(entry + LAYOUT_W_INVERSE), tl.load(entry + LAYOUT_R_INVERSE)
 
 
 @triton.jit
 def quotient(x, inverse):
-    """``x // divisor`` of what is not negative, by ``tables.inverse(divisor)``: three instructions instead of twenty."""
+    """``x // divisor`` for x >= 0, by ``launch_plan.inverse(divisor)``: three instructions instead of twenty."""
     factor = (inverse & 0xFFFFFFFF).to(tl.uint64)
     shift = (inverse >> 32).to(tl.uint32)
     return ((((x.to(tl.uint32) * 2).to(tl.uint64) * factor) >> 32).to(tl.uint32) >> shift).to(tl.int32)
@@ -120,8 +153,8 @@ def part_rows(LAYOUT, OFFSETS, part, parts, piece, own_sample, head, heads, key_
 def load_parts(PARTS, places, there, D: tl.constexpr, BLOCK_D: tl.constexpr, IN_FOURS: tl.constexpr):
     """Rows of parts, 0 where there is none.
 
-    ``IN_FOURS``: the Hopper kernels wrote them (hopper/pieces.store_part). Of every 16 columns, the four that a thread has
-    of a product's result lie next to one another: 0, 1, 8, 9, then 2, 3, 10, 11, and so on.
+    ``IN_FOURS``: the Hopper kernels wrote them (``store_part`` in hopper/kernels/common.py). Of every 16 columns, the four
+    that a thread has of a product's result are next to one another: 0, 1, 8, 9, then 2, 3, 10, 11, and so on.
     """
     d = tl.arange(0, BLOCK_D)
     elements = places[:, None] * D

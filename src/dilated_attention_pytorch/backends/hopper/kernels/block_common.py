@@ -1,10 +1,10 @@
 """What the Hopper kernels over block lists share: items of a table of blocks, and which listed rows are masked.
 
-The tables are those of the portable kernels (backends/triton/block_tables.py). Listed rows are counted one after the other:
+The tables are those of the portable kernels (backends/gpu/block_tables.py). Listed rows are counted one after the other:
 with blocks of 128 and the list 3, 7, listed row 130 is row 7 * 128 + 2 of the sequence. Lists ascend, so only the first and
 the last entry may need a mask. An empty list of keys is served as one block of which nothing is seen.
 
-Only the producer reads the tables. What the groups have to know of an item it leaves in shared memory, as in pieces.py.
+Only the producer reads the tables. What the groups have to know of an item it leaves in shared memory, as in common.py.
 
 Lists differ in length, so programs take items as they come to them, by a counter in memory, where the dilated kernels share
 them out beforehand. Tables begin with long lists, so all programs end at about the same time. Which program computes an
@@ -17,9 +17,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from dilated_attention_pytorch.backends.gpu.kernels.columns import (
+    BLOCK_FIRST_LIST,
+    BLOCK_K_ROW,
+    BLOCK_LIST_STEP,
+    BLOCK_NUMBER,
+    BLOCK_Q_ROW,
+    BLOCK_SAMPLE,
+    BLOCK_SEQUENCE_LENGTH,
+    BLOCK_WIDTH,
+)
 from dilated_attention_pytorch.backends.hopper.kernels.common import ROWS, known, leave, load_rows
 
-COLUMNS = gl.constexpr(8)  # of a table of blocks, see block_tables.COLUMNS
 # What the producer leaves of an item; not every kernel reads all of it. The places are those of its first row among the
 # (B, rows, heads) of a tensor, and among the (B, heads, rows) of statistics.
 FIRST, LENGTH, PLACE, STATISTICS_PLACE, COUNT, FIRST_ENTRY, LAST_ENTRY, LIST_AT = map(gl.constexpr, range(8))
@@ -39,11 +48,11 @@ def find_block_item(TABLE, rows, item, BLOCK_SIZE: gl.constexpr):
     PARTS: gl.constexpr = BLOCK_SIZE // ROWS
     tile = item % (rows * PARTS)
     head = item // (rows * PARTS)
-    row = TABLE + tile // PARTS * COLUMNS
-    sample = gl.load(row).to(gl.int32)
-    first = gl.load(row + 1).to(gl.int32) * BLOCK_SIZE + tile % PARTS * ROWS
-    starts = gl.load(row + 2).to(gl.int32), gl.load(row + 4).to(gl.int32)
-    length = gl.load(row + 5).to(gl.int32)
+    row = TABLE + tile // PARTS * BLOCK_WIDTH
+    sample = gl.load(row + BLOCK_SAMPLE).to(gl.int32)
+    first = gl.load(row + BLOCK_NUMBER).to(gl.int32) * BLOCK_SIZE + tile % PARTS * ROWS
+    starts = gl.load(row + BLOCK_Q_ROW).to(gl.int32), gl.load(row + BLOCK_K_ROW).to(gl.int32)
+    length = gl.load(row + BLOCK_SEQUENCE_LENGTH).to(gl.int32)
     return row, head, first, sample, starts, length
 
 
@@ -51,7 +60,7 @@ def find_block_item(TABLE, rows, item, BLOCK_SIZE: gl.constexpr):
 def find_list(tables, row, head, first, length):
     """The entries of a head's list: how many (none for rows behind the sequence), where, the first and the last."""
     COUNTS, STARTS, INDICES = tables[1:4]
-    number = gl.load(row + 6) + head.to(gl.int64) * gl.load(row + 7)
+    number = gl.load(row + BLOCK_FIRST_LIST) + head.to(gl.int64) * gl.load(row + BLOCK_LIST_STEP)
     at = gl.load(STARTS + number)
     LIST = INDICES + at
     count = gl.where(first < length, gl.load(COUNTS + number), 0)
@@ -117,7 +126,7 @@ def load_listed_keys(
     k_desc, v_desc, LIST, count, k_row, begin, end, counter, smem, bars,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """pieces.load_keys for blocks ``begin`` to ``end`` of listed keys, of which ``k_row`` is the first row.
+    """common.load_keys for blocks ``begin`` to ``end`` of listed keys, of which ``k_row`` is the first row.
 
     The next one is looked up ahead of its turn. Returns the blocks so far, and the row of block ``end``.
     """

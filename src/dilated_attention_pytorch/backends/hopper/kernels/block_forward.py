@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper over block lists: forward.py with keys that a list names. See block_pieces.py."""
+"""The forward kernel for Hopper over block lists: forward.py with keys that a list names. See block_common.py."""
 
 from __future__ import annotations
 

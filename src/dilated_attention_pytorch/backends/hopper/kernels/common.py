@@ -26,6 +26,13 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dilated_attention_pytorch.backends.gpu.kernels.columns import (
+    FAMILY_BATCH_SLICE,
+    FAMILY_CHILDREN,
+    FAMILY_FIRST_CHILD,
+    FAMILY_FIRST_SAMPLE,
+    FAMILY_TO_POSITION,
+)
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     find_family,
     locate,
@@ -66,7 +73,7 @@ def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr):
     )
     # 32 bits are enough for row numbers, and half the registers; addresses are computed with 64.
     key_head = key_head.to(gl.int32)
-    sample = (gl.load(row + 1) + own_sample).to(gl.int32)
+    sample = (gl.load(row + FAMILY_FIRST_SAMPLE) + own_sample).to(gl.int32)
     heads = key_head * group + member, key_head
     starts = q_start.to(gl.int32), k_start.to(gl.int32)
     return row, block * ROWS, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride.to(gl.int32), causal
@@ -225,15 +232,17 @@ def look_up_parts(tables, row, own_sample, head, heads, key_head, G, parts, PART
     """The part_facts of all parts to be added to an item at once, one by each thread of a warp."""
     _, LAYOUT, OFFSETS = tables
     child = gl.arange(0, PARTS, gl.BlockedLayout([1], [32], [1], [0]))
-    part = gl.load(row + 23) + gl.minimum(child, gl.load(row + 24) - 1)  # the last one again where there are no more
-    return part_facts(LAYOUT, OFFSETS, part, parts, gl.load(row + 16), own_sample, head, heads, key_head, G)
+    part = gl.load(row + FAMILY_FIRST_CHILD) + gl.minimum(
+        child, gl.load(row + FAMILY_CHILDREN) - 1
+    )  # the last one again where there are no more
+    return part_facts(LAYOUT, OFFSETS, part, parts, gl.load(row + FAMILY_BATCH_SLICE), own_sample, head, heads, key_head, G)
 
 
 @gluon.jit
 def leave_parts(facts, slot, row, start, first, stride, found):
     """Write what look_up_parts has found, and the position of the item's first row; STRIDE is left beside it."""
-    leave(facts, slot, POSITION, start + first * stride + gl.load(row + 17))
-    leave(facts, slot, CHILDREN, gl.load(row + 24))
+    leave(facts, slot, POSITION, start + first * stride + gl.load(row + FAMILY_TO_POSITION))
+    leave(facts, slot, CHILDREN, gl.load(row + FAMILY_CHILDREN))
     for i in gl.static_range(PART_FACTS):
         facts[1].index(slot * PART_FACTS + i).store(found[i].to(gl.int64))
 

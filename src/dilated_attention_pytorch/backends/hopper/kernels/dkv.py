@@ -1,4 +1,4 @@
-"""The backward kernel for Hopper by key rows: dk and dv. See pieces.py for how the work is shared out, and joint.py for one
+"""The backward kernel for Hopper by key rows: dk and dv. See common.py for how the work is shared out, and joint.py for one
 that computes dq as well, which has the same groups and the same producer (JOINT).
 
 A weight is exp2(scale_log2 * s - lse2), and the gradient of its score p * (dp - delta): for each pair of a query row and a

@@ -1,4 +1,4 @@
-"""The backward kernel for Hopper by query rows: dq. See pieces.py for how the work is shared out.
+"""The backward kernel for Hopper by query rows: dq. See common.py for how the work is shared out.
 
 Each of dq and dk/dv computes the scores again: seven matrix products instead of five, but no sums across programs, so no
 atomics, no scratch for dq, the same bits every time, and weights that go from the registers of one product straight into the

@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper: see pieces.py for how the work is shared out."""
+"""The forward kernel for Hopper: see common.py for how the work is shared out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
+from dilated_attention_pytorch.backends.gpu.kernels.columns import (
+    FAMILY_ZERO_KEYS,
+)
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import LN_2
 from dilated_attention_pytorch.backends.hopper.kernels.common import (
     CAUSAL,
@@ -87,7 +90,7 @@ def _look_ahead_pass(
         row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
             tables[0], families, item, group, False
         )
-        zero_keys = gl.load(row + 14)
+        zero_keys = gl.load(row + FAMILY_ZERO_KEYS)
         place = result_row(row, own_sample, sample, heads[0], tile, starts[0], first, N, H, FINAL)
         lse_place = place
         if FINAL:

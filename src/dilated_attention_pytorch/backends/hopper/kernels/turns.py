@@ -19,7 +19,24 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dilated_attention_pytorch.backends.gpu.kernels.primitives import COLUMNS, find_family
+from dilated_attention_pytorch.backends.gpu.kernels.columns import (
+    FAMILY_CAUSAL,
+    FAMILY_FIRST_HEAD,
+    FAMILY_FIRST_PROGRAM,
+    FAMILY_FIRST_SAMPLE,
+    FAMILY_HEAD_ROW_STEP,
+    FAMILY_HEAD_STEP,
+    FAMILY_HEADS,
+    FAMILY_K_ROWS,
+    FAMILY_K_START,
+    FAMILY_Q_ROWS,
+    FAMILY_Q_START,
+    FAMILY_ROW_STRIDE,
+    FAMILY_TILE_STEP,
+    FAMILY_TILES,
+    FAMILY_WIDTH,
+)
+from dilated_attention_pytorch.backends.gpu.kernels.primitives import find_family
 from dilated_attention_pytorch.backends.hopper.kernels.common import ROWS
 
 # Items of a window, or more: one and a half times as many as there are multiprocessors. More tiles at a time, or items further
@@ -29,7 +46,7 @@ TOGETHER = gl.constexpr(198)
 
 @gluon.jit
 def find_turn(TABLE, families, items, item, group):
-    """pieces.find_item by keys, with the last items of a tile first, and items of several tiles in turns.
+    """common.find_item by keys, with the last items of a tile first, and items of several tiles in turns.
 
     Items of one tile that follow one another would begin at the same time and then wait for each other. Here the last items
     of several tiles (a window) come first, then those before, and so on: programs that come free at the same time take items
@@ -38,15 +55,15 @@ def find_turn(TABLE, families, items, item, group):
     Worked example: 5 tiles of 2 items in windows of 3 and 2 tiles. Tiles 0 1 2 0 1 2 3 4 3 4, items 1 1 1 0 0 0 1 1 0 0.
     """
     row = find_family(TABLE, families, item)
-    index = (item - gl.load(row)).to(gl.int32)
-    k_rows = gl.load(row + 11).to(gl.int32)
+    index = (item - gl.load(row + FAMILY_FIRST_PROGRAM)).to(gl.int32)
+    k_rows = gl.load(row + FAMILY_K_ROWS).to(gl.int32)
     turns = (k_rows + ROWS - 1) // ROWS
-    heads = gl.load(row + 4).to(gl.int32)
-    tiles = gl.load(row + 2).to(gl.int32)
+    heads = gl.load(row + FAMILY_HEADS).to(gl.int32)
+    tiles = gl.load(row + FAMILY_TILES).to(gl.int32)
     # The items of a family end where those of the next begin, or with all.
-    more = row.to(gl.int64) < (TABLE + (families - 1) * COLUMNS).to(gl.int64)
-    end = gl.load(row + COLUMNS, mask=more, other=0)
-    all_tiles = (gl.where(more, end, items) - gl.load(row)).to(gl.int32) // turns
+    more = row.to(gl.int64) < (TABLE + (families - 1) * FAMILY_WIDTH).to(gl.int64)
+    end = gl.load(row + FAMILY_WIDTH + FAMILY_FIRST_PROGRAM, mask=more, other=0)
+    all_tiles = (gl.where(more, end, items) - gl.load(row + FAMILY_FIRST_PROGRAM)).to(gl.int32) // turns
     together = (TOGETHER + turns - 1) // turns
     # Windows of nearly the same width: a last one of a single tile would have nothing to take turns with.
     windows = gl.maximum(all_tiles // together, 1)
@@ -63,13 +80,13 @@ def find_turn(TABLE, families, items, item, group):
     index = index // heads
     tile = index % tiles
     own_sample = index // tiles
-    key_head = (gl.load(row + 5) + a * gl.load(row + 6)).to(gl.int32)
-    shift = tile * gl.load(row + 3) + a * gl.load(row + 7)
-    starts = (gl.load(row + 8) + shift).to(gl.int32), (gl.load(row + 10) + shift).to(gl.int32)
-    sample = (gl.load(row + 1) + own_sample).to(gl.int32)
-    q_rows = gl.load(row + 9).to(gl.int32)
-    stride = gl.load(row + 12).to(gl.int32)
-    causal = gl.load(row + 13) != 0
+    key_head = (gl.load(row + FAMILY_FIRST_HEAD) + a * gl.load(row + FAMILY_HEAD_STEP)).to(gl.int32)
+    shift = tile * gl.load(row + FAMILY_TILE_STEP) + a * gl.load(row + FAMILY_HEAD_ROW_STEP)
+    starts = (gl.load(row + FAMILY_Q_START) + shift).to(gl.int32), (gl.load(row + FAMILY_K_START) + shift).to(gl.int32)
+    sample = (gl.load(row + FAMILY_FIRST_SAMPLE) + own_sample).to(gl.int32)
+    q_rows = gl.load(row + FAMILY_Q_ROWS).to(gl.int32)
+    stride = gl.load(row + FAMILY_ROW_STRIDE).to(gl.int32)
+    causal = gl.load(row + FAMILY_CAUSAL) != 0
     both = key_head * group, key_head
     return row, own * ROWS, both, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal
 

@@ -1,0 +1,280 @@
+"""Launch plans: the tiles of a problem as tables of integers that kernels read, and the layout of partial results.
+
+The tiles of a problem are bundles (bundles.py), and bundles whose children are done share a launch: rates 1, 2, 4 and 12
+are the launches {12}, {4}, {2}, {1}. The last launch adds what is left and writes the result, every row once. A partial
+result is float32 and has only the rows of its bundle, no row twice.
+
+Layout of partial results: a bundle of segment length w and rate r keeps ``capacity`` rows for each head and each of the
+``segments`` that have rows of the result. The row of head ``h`` of sample ``b`` of a sequence, at position ``i``, is, for
+offset ``o`` of the head,
+
+    base + ((b * heads + h) * segments + i // w - first_segment) * capacity + (i % w - o) // r - first_number
+
+if ``i % w >= o`` and ``(i % w - o) % r == 0``. ``capacity`` is ``ceil(w / r)`` and ``first_number`` 0. A single segment
+keeps only the row numbers that the result has: decoding one token keeps two rows, not a segment.
+
+Sequences of their own (``lengths``, ``cu_seqlens``) add rows to the tables and no launches. Where partial results would take
+much memory, they are computed one share of the batch after the other (shares.py). Each share has launches of its own and
+puts its partial results in the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.backends.gpu.bundles import BundleTree
+from dilated_attention_pytorch.backends.gpu.columns import FAMILY_COLUMNS, LAYOUT_COLUMNS
+from dilated_attention_pytorch.backends.gpu.lifetime import keep_for_device
+from dilated_attention_pytorch.backends.gpu.shares import BatchSlice, of_heads, shares_of
+from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.plan.tiles import Plan, TileFamily
+
+# A program that only adds partial results takes this many rows.
+SUM_ROWS = 64
+# The most elements of a buffer of partial results that a share should have, 1 GiB: enough for long launches.
+PARTIAL_ELEMENTS = 2**28
+_T = TypeVar("_T")
+_MOST_KEPT = 256  # a scale that changes with every call makes new launches with every call
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch: the tiles it computes, by family."""
+
+    table: Tensor  # (families, FAMILY_COLUMNS) int64
+    programs: int
+    attends: bool  # else it only adds partial results, for whole sequences
+    final: bool  # it writes the result, else partial results
+    children: int  # the most partial results that are added to a result; 0 if none are, else every family has some
+    begins_share: bool  # it overwrites what the launch before may read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchPlan:
+    """The launches of one kernel on one device, for results by query row or by key row."""
+
+    problem: Problem
+    tables: Tensor  # the memory of all tables
+    launches: tuple[Launch, ...]
+    bundles: int  # that write partial results
+    layout: Tensor  # (slices of the batch, bundles, LAYOUT_COLUMNS) int64
+    offsets: Tensor  # (bundles, key heads) int64
+    partial_rows: int
+    complete: bool  # every row that the layout has is written
+    covered: bool  # every row of the result is written
+    kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def once(self, make: Callable[..., _T], *arguments: Any) -> _T:
+        """``make(self, *arguments)``, made at the first call and kept as long as the tables are."""
+        key = (make, *arguments)
+        found: _T | None = self.kept.get(key)
+        if found is None:
+            if len(self.kept) >= _MOST_KEPT:
+                self.kept.clear()
+            found = self.kept[key] = make(self, *arguments)
+        return found
+
+
+def find_launch_plan(
+    problem: Problem, *, block: int, by_keys: bool, head_dim: int, device: torch.device, separate: bool = False
+) -> LaunchPlan:  # fmt: skip
+    """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head.
+
+    ``separate``: each launch has one bundle. Then no two tiles of a launch share a row of the other side either.
+    """
+    most_rows = max(1, PARTIAL_ELEMENTS // head_dim)
+    found = _launch_plan(problem, block, by_keys, most_rows, device, separate)
+    keep_for_device(found, (found.tables,))
+    return found
+
+
+# Tables of long batches of documents take megabytes on the device, and most training steps have new ones.
+@lru_cache(maxsize=48)
+def _launch_plan(
+    problem: Problem, block: int, by_keys: bool, most_rows: int, device: torch.device, separate: bool
+) -> LaunchPlan:  # fmt: skip
+    return _Builder(problem, block, by_keys, most_rows).plan(device, separate)
+
+
+def inverse(divisor: int) -> int:
+    """What kernels divide numbers below 2**31 by (primitives.quotient): a factor, and a shift in the bits above 32.
+
+    >>> factor, shift = inverse(6) % 2**32, inverse(6) >> 32
+    >>> 2 * 1000 * factor >> 32 >> shift
+    166
+    """
+    shift = (divisor - 1).bit_length()
+    return -(-(1 << 31 + shift) // divisor) | shift << 32
+
+
+def _layout_entry(rows: range, w: int, r: int) -> tuple[int, ...]:
+    """LAYOUT_COLUMNS without the base, for a bundle of segment length ``w`` and rate ``r`` and these positions.
+
+    >>> _layout_entry(range(100), 16, 4)[:6], _layout_entry(range(99, 100), 16, 4)[:6]
+    ((7, 4, 16, 4, 0, 0), (1, 1, 16, 4, 6, 0))
+    """
+    first, last = rows.start // w, (rows.stop - 1) // w
+    if first < last:
+        return last - first + 1, -(-w // r), w, r, first, 0, inverse(w), inverse(r)
+    # Offsets are below r: the row number of a position is its quotient by r, or one less.
+    low, high = max(0, rows.start % w // r - 1), (rows.stop - 1) % w // r
+    return 1, high - low + 1, w, r, first, low, inverse(w), inverse(r)
+
+
+def _whole(plan: Plan, key_heads: int) -> TileFamily:
+    """All rows of a sequence as one tile, for adding partial results."""
+    return TileFamily(
+        branch=0,
+        key_heads=range(key_heads),
+        head_row_step=0,
+        q_start=plan.queries.start,
+        q_rows=len(plan.queries),
+        k_start=plan.keys.start,
+        k_rows=len(plan.keys),
+        row_stride=1,
+        tile_step=len(plan.keys),
+        tiles=1,
+        causal=False,
+        zero_keys=0,
+    )
+
+
+def _on_device(tables: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Tables of int64 as views of one memory, which is copied and kept as a whole."""
+    # Each begins at a multiple of 16 bytes, so that kernels are compiled once.
+    starts = list(accumulate((x.numel() + x.numel() % 2 for x in tables), initial=0))
+    memory = torch.zeros(starts[-1], dtype=torch.int64)
+    for start, x in zip(starts, tables, strict=False):
+        memory[start : start + x.numel()] = x.flatten()
+    memory = memory.to(device)
+    return memory, [memory[start : start + x.numel()].view(x.shape) for start, x in zip(starts, tables, strict=False)]
+
+
+class _Builder:
+    """Makes the tables of a launch plan. A slice of the batch has its number, which is that of its layout entries."""
+
+    def __init__(self, problem: Problem, block: int, by_keys: bool, most_rows: int) -> None:
+        self.problem, self.block, self.by_keys = problem, block, by_keys
+        self.plans = problem.plans()
+        self.tree = BundleTree(problem, by_keys)
+        self.heads_per_key = 1 if by_keys else problem.heads_per_key  # of the result
+        self.layout_index = {number: i for i, number in enumerate(self.tree.order)}  # of a bundle in the layout
+        entries = [[self._entry(plan, bundle) for bundle in self.tree.order] for _, plan in self.plans]
+        self.shares = self._numbered_shares(entries, most_rows)
+        self.layout, self.partial_rows = self._layout(entries)
+
+    def _entry(self, plan: Plan, bundle: int) -> tuple[int, ...]:
+        w, r = self.tree.branch(bundle)
+        # A rate above the length of the segment reads one row of it, like any such rate; kernels count in 32 bits.
+        w = min(w, plan.keys.stop)
+        return _layout_entry(plan.keys if self.by_keys else plan.queries, w, min(r, w))
+
+    def _numbered_shares(
+        self, entries: list[list[tuple[int, ...]]], most_rows: int
+    ) -> list[list[tuple[int, BatchSlice]]]:  # fmt: skip
+        problem = self.problem
+        head_rows = [self.heads_per_key * sum(segments * capacity for segments, capacity, *_ in own) for own in entries]
+        samples = [range(span.samples.start, span.samples.stop) for span, _ in self.plans]
+        # Rows that no tile writes are filled once, before all launches: nothing else may use that memory before.
+        if not self.tree.square:
+            most_rows = sum(head_rows) * problem.key_heads * problem.batch
+        numbered, first = [], 0
+        for share in shares_of(samples, head_rows, problem.key_heads, most_rows):
+            numbered.append(list(enumerate(share, first)))
+            first += len(share)
+        return numbered
+
+    def _layout(self, entries: list[list[tuple[int, ...]]]) -> tuple[list[tuple[int, ...]], int]:
+        """The layout by slice and bundle, and the rows of the largest share."""
+        layout: list[tuple[int, ...]] = []
+        partial_rows = 0
+        for share in self.shares:
+            used = 0
+            for _, batch_slice in share:
+                heads = batch_slice.key_heads
+                for entry in entries[batch_slice.sequence]:
+                    one_head = entry[0] * entry[1]
+                    # Kernels count all heads; those before the first of the slice have no memory.
+                    layout.append((used - heads.start * self.heads_per_key * one_head, *entry))
+                    used += len(batch_slice.samples) * len(heads) * self.heads_per_key * one_head
+            partial_rows = max(partial_rows, used)
+        return layout, partial_rows
+
+    def _row(self, family: TileFamily, number: int, batch_slice: BatchSlice, bundle: int) -> tuple[int, ...]:
+        """A row of a launch table without its first program."""
+        f, tree, (span, plan) = family, self.tree, self.plans[batch_slice.sequence]
+        q_start = f.q_start - plan.queries.start + span.queries.start
+        k_start = f.k_start - plan.keys.start + span.keys.start
+        start, tensor_row = (f.k_start, k_start) if self.by_keys else (f.q_start, q_start)
+        in_layout: tuple[int, ...] = (0, 0, 0, 0, 0)
+        if bundle < tree.root:
+            entry = self.layout[number * tree.root + self.layout_index[bundle]]
+            base, segments, capacity, w, r, first_segment, first_number, *_ = entry
+            in_layout = (base, segments, capacity, start // w - first_segment, start % w // r - first_number)
+        children = tree.children[bundle]
+        return (
+            batch_slice.samples.start, f.tiles, f.tile_step, len(f.key_heads), f.key_heads.start, f.key_heads.step,
+            f.head_row_step, q_start, f.q_rows, k_start, f.k_rows, min(f.row_stride, plan.keys.stop), int(f.causal),
+            f.zero_keys, f.branch, number, start - tensor_row, *in_layout,
+            self.layout_index[children[0]] if children else 0, len(children),
+        )  # fmt: skip
+
+    def _launch(self, share: list[tuple[int, BatchSlice]], bundles: list[int], attends: bool) -> Launch:
+        rows, programs = [], 0
+        for bundle in bundles:
+            for number, batch_slice in share:
+                families = [_whole(self.plans[batch_slice.sequence][1], self.problem.key_heads)]
+                if attends:
+                    families = self.tree.bundles[bundle].get(batch_slice.sequence, [])
+                for f in (of_heads(family, batch_slice.key_heads) for family in families):
+                    if f.key_heads:
+                        rows.append((programs, *self._row(f, number, batch_slice, bundle)))
+                        blocks = -(-(f.k_rows if self.by_keys else f.q_rows) // (self.block if attends else SUM_ROWS))
+                        heads = self.heads_per_key * len(f.key_heads)
+                        programs += blocks * heads * f.tiles * len(batch_slice.samples)
+        children = [len(self.tree.children[bundle]) for bundle in bundles]
+        assert all(children) or not any(children), "all bundles of a launch have children, or none has"
+        table = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(FAMILY_COLUMNS))
+        return Launch(table, programs, attends, bundles == [self.tree.root], max(children, default=0), False)
+
+    def _launches(self, separate: bool) -> list[Launch]:
+        tree, levels = self.tree, self.tree.levels()
+        if separate:
+            levels = [[bundle] for level in levels for bundle in level]
+        launches: list[Launch] = []
+        for share in self.shares:
+            every = [*(self._launch(share, level, True) for level in levels)]
+            every.append(self._launch(share, [tree.root], tree.root_attends))
+            own = [one for one in every if one.programs]
+            launches += [replace(one, begins_share=i == 0) for i, one in enumerate(own)]
+        return launches
+
+    def plan(self, device: torch.device, separate: bool) -> LaunchPlan:
+        """The launch plan on a device."""
+        launches = self._launches(separate)
+        memory, (layout, offsets, *tables) = _on_device(
+            [
+                torch.tensor(self.layout, dtype=torch.int64).reshape(-1, len(LAYOUT_COLUMNS)),
+                torch.tensor(self.tree.offsets(), dtype=torch.int64),
+                *(one.table for one in launches),
+            ],
+            device,
+        )
+        return LaunchPlan(
+            problem=self.problem,
+            tables=memory,
+            launches=tuple(replace(one, table=table) for one, table in zip(launches, tables, strict=True)),
+            bundles=self.tree.root,
+            layout=layout,
+            offsets=offsets,
+            partial_rows=self.partial_rows,
+            complete=self.tree.square,
+            covered=self.problem.lengths is None and bool(self.plans),
+        )

@@ -1,0 +1,100 @@
+"""Launches of persistent kernels: one program for each multiprocessor, with memory for the descriptors that it makes."""
+
+from __future__ import annotations
+
+import contextvars
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from dilated_attention_pytorch.backends.gpu import statistics
+from dilated_attention_pytorch.backends.gpu.configs import padded
+from dilated_attention_pytorch.backends.gpu.launch import launch_one
+from dilated_attention_pytorch.backends.gpu.statistics import RowStatistics
+from dilated_attention_pytorch.backends.hopper.configs import HopperConfig
+from dilated_attention_pytorch.execute.loop import positive_scale
+from dilated_attention_pytorch.values import Results, Upstream
+
+# Per thread at the start, without and with a third group of warps: 12 or 16 warps share 65,536. Groups then exchange some.
+START_REGISTERS = 168, 128
+# Of a program, for descriptors of 128 bytes. The joint kernel has two for each of five tensors and one for the sums of dq;
+# the forward has two for each of three tensors in each of two passes.
+_SCRATCH_BYTES = 1536
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at the same time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def with_scratch(call: Callable[[], None], programs: int, device: torch.device) -> None:
+    """Launch kernels of so many programs in total that make descriptors. The allocator of other code does not change."""
+    # All memory is allocated before the first launch, which waits for the former users of it. Each launch has its own,
+    # because the programs of the next launch begin before the last of this one are done.
+    memory = torch.empty(programs * _SCRATCH_BYTES, dtype=torch.int8, device=device)
+    left = memory.numel()
+
+    def scratch(size: int, alignment: int, stream: int | None) -> int:
+        nonlocal left
+        left -= size
+        assert left >= 0, "a kernel makes more descriptors than expected"
+        return memory.data_ptr() + left
+
+    def inside() -> None:
+        triton.set_allocator(scratch)
+        call()
+
+    contextvars.copy_context().run(inside)
+
+
+def launch_persistent(
+    kernel: Any, items: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], constants: dict[str, Any]
+) -> None:
+    """Launch at most one program for each multiprocessor; the programs share the items."""
+    if items:
+        programs = min(items, multiprocessors(tensors[0].device))
+        with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, constants), programs, tensors[0].device)
+
+
+def constants(config: HopperConfig, head_dim: int) -> dict[str, Any]:
+    """The constants of all Hopper kernels."""
+    return {
+        "D": head_dim,
+        "BLOCK_D": padded(head_dim),
+        "STAGES": config.stages,
+        "HELD": config.held,
+        "num_warps": 4,
+        "maxnreg": START_REGISTERS[config.helpers],
+    }
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The same tensor with rows at multiples of 16 bytes, as the tensor memory accelerator reads them; it may be a copy."""
+    stride_b, stride_n, stride_h, _ = x.stride()
+    # 16 is a power of 2: it divides all of them if it divides the bits that any of them has.
+    fits = (x.data_ptr() | (stride_b | stride_n | stride_h) * x.element_size()) % 16 == 0 and stride_n > 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)  # contiguous() may return x itself
+
+
+def nonzero_scale(scale: float) -> float:
+    """A scale to divide lse by. Scores with a smaller scale are 0 to the precision of lse."""
+    return math.copysign(max(abs(scale), 1e-30), scale)
+
+
+def scaled_query(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores with a positive scale: forward kernels mask scores before they scale them."""
+    # A scale that float32 cannot hold is 0.
+    query, scale, _ = positive_scale(query, scale if abs(scale) > torch.finfo(torch.float32).tiny else 0.0)
+    return query, scale
+
+
+def row_statistics(results: Results, upstream: Upstream, scale: float) -> RowStatistics:
+    """lse, delta, and both as (B, H, N, 16) bfloat16 shifts (kernels/dkv.py)."""
+    shifts = torch.empty((*results.lse.shape, 16), dtype=torch.bfloat16, device=results.lse.device)
+    return statistics.row_statistics(results, upstream, shifts, 1 / nonzero_scale(scale))
