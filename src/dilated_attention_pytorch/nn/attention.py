@@ -176,11 +176,14 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """The pattern and the options, for ``print(module)``."""
+        pattern: Any = self.pattern
+        if isinstance(pattern, BlockSparse):
+            pattern = pattern.digest if pattern.config is None else pattern.config
         options = {
             "scale": self.scale, "dropout_p": self.dropout_p, "mixing_gradient": self.mixing_gradient,
             "backend": self.backend, "order": self.order, "ordered": self.ordered, "group": self.sharding,
         }  # fmt: skip
-        return ", ".join([str(self.pattern), *(f"{name}={x!r}" for name, x in options.items() if x is not None)])
+        return ", ".join([str(pattern), *(f"{name}={x!r}" for name, x in options.items() if x is not None)])
 
 
 class DilatedAttention(Attention):
