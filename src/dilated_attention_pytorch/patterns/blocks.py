@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -81,6 +81,9 @@ class SparsePatternConfig:
     global_tokens: int = 64  # read by "global_local"
     segment_lengths: Sequence[int] = ()  # tokens, read by "dilated_sparse"
     dilation_rates: Sequence[int] = ()  # blocks, read by "dilated_sparse"
+    # The configuration as one string, for operator schemas; ``from_spec`` reads it. A field, because compilers with dynamic
+    # shapes cannot format numbers.
+    spec: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.pattern_type not in PATTERN_TYPES:
@@ -108,6 +111,9 @@ class SparsePatternConfig:
                     f"{name} is read by {reader!r} alone, got {name}={getattr(self, name)} for {self.pattern_type!r}, "
                     "whose blocks follow from sparsity_ratio; leave it out"
                 )
+        lengths, rates = (",".join(map(str, x)) for x in (self.segment_lengths, self.dilation_rates))
+        sizes = f"{self.block_size}|{self.local_window_size}|{self.global_tokens}"
+        object.__setattr__(self, "spec", f"{self.pattern_type}|{self.sparsity_ratio!r}|{sizes}|{lengths}|{rates}")
 
     def check_complete(self) -> None:
         """Raise if the pattern needs branches that are missing, or such as it cannot use."""
@@ -129,13 +135,6 @@ class SparsePatternConfig:
     def ratio(self) -> Fraction:
         """``sparsity_ratio`` as it is computed with."""
         return Fraction(repr(self.sparsity_ratio)).limit_denominator(10**6)
-
-    @property
-    def spec(self) -> str:
-        """The configuration as one string, for operator schemas; ``from_spec`` reads it back."""
-        lengths, rates = (",".join(map(str, x)) for x in (self.segment_lengths, self.dilation_rates))
-        sizes = f"{self.block_size}|{self.local_window_size}|{self.global_tokens}"
-        return f"{self.pattern_type}|{self.sparsity_ratio!r}|{sizes}|{lengths}|{rates}"
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -193,6 +192,12 @@ class BlockSparse:
     given: BlockLists | None = None
     given_causal: BlockLists | None = None
     only_causal: bool = False  # the lists are those of a causal mask
+    # The configuration as one string, for operators, which get given lists as tensors.
+    spec: str = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        spec = f"mask|{self.block_size}" if self.config is None else self.config.spec
+        object.__setattr__(self, "spec", spec)
 
     @staticmethod
     def from_config(config: SparsePatternConfig) -> BlockSparse:
@@ -250,11 +255,6 @@ class BlockSparse:
     def is_adaptive(self) -> bool:
         """Whether the choice depends on the content."""
         return self.config is not None and self.config.pattern_type == "adaptive"
-
-    @property
-    def spec(self) -> str:
-        """The configuration as one string for operators, which get given lists as tensors beside it."""
-        return f"mask|{self.block_size}" if self.config is None else self.config.spec
 
     @property
     def digest(self) -> str:
