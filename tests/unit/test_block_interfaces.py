@@ -57,7 +57,7 @@ def test_flex_lists_without_a_mask_mod():
     ("mod", "message"),
     [
         (lambda b, h, i, j: (i - j).abs() <= 100, "got 10 other block(s), the first one query block 0, key block 0"),
-        (lambda b, h, i, j: (j <= i) | (i >= 256), "all blocks on the diagonal are causal and none lies behind it"),
+        (lambda b, h, i, j: (j <= i) | (i >= 256), "all blocks on the diagonal must be causal and none may be above it"),
     ],
 )
 def test_flex_masks_that_are_no_blocks(mod, message):
