@@ -5,6 +5,7 @@ from dilated_attention_pytorch.caches import clear_caches
 from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.explain import Explanation, explain
 from dilated_attention_pytorch.nn import (
+    Attention,
     BlockSparseRingDilatedAttention,
     BlockSparseRingDistributedDilatedAttention,
     DilatedAttention,
@@ -17,6 +18,7 @@ from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.patterns.tiers import DistributedSparseConfig
 
 __all__ = [
+    "Attention",
     "BlockSparse",
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingDistributedDilatedAttention",

@@ -1,6 +1,6 @@
-"""Multi-head block-sparse attention on a sharded sequence under its long name."""
+"""The module path that earlier reports import ``BlockSparseRingDistributedDilatedAttention`` from."""
 
-from dilated_attention_pytorch.nn.block_sparse_distributed import BlockSparseRingDistributedDilatedAttention
+from dilated_attention_pytorch.nn import BlockSparseRingDistributedDilatedAttention
 from dilated_attention_pytorch.patterns.tiers import DistributedSparseConfig
 
 __all__ = ["BlockSparseRingDistributedDilatedAttention", "DistributedSparseConfig"]

@@ -65,7 +65,7 @@ def check_number(name: str, value: Any) -> None:
     if isinstance(value, Tensor) or not isinstance(value, float | int | None):
         hint = "; multiply the query by a learned scale instead" if name == "scale" else ""
         raise TypeError(f"{name} must be a number, got {type(value).__name__}{hint}")
-    if value is not None and not math.isfinite(value):
+    if value is not None and not abs(value) < math.inf:  # a comparison, which compilers trace for symbolic numbers
         raise ValueError(f"{name} must be finite, got {value}")
 
 

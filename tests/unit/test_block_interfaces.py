@@ -15,9 +15,9 @@ from dilated_attention_pytorch import (
     BlockSparseRingDilatedAttention,
     SparsePatternConfig,
     attention,
+    operators,
 )
-from dilated_attention_pytorch.blocks import call as block_call
-from dilated_attention_pytorch.blocks import ops as block_ops
+from dilated_attention_pytorch.call import make_call
 
 BACKENDS = ["reference", "sdpa", "eager"]
 
@@ -57,7 +57,7 @@ def test_flex_lists_without_a_mask_mod():
     ("mod", "message"),
     [
         (lambda b, h, i, j: (i - j).abs() <= 100, "got 10 other block(s), the first one query block 0, key block 0"),
-        (lambda b, h, i, j: (j <= i) | (i >= 256), "all blocks on the diagonal are causal and none lies behind it"),
+        (lambda b, h, i, j: (j <= i) | (i >= 256), "all blocks on the diagonal must be causal and none may be above it"),
     ],
 )
 def test_flex_masks_that_are_no_blocks(mod, message):
@@ -104,20 +104,19 @@ def test_opcheck(kind):
     pattern = pattern or BlockSparse.from_config(config(kind))
     q, k, v = random_inputs(2, 50, 50, 4, 2, 8)
     lengths = torch.tensor([50, 21])
-    arguments = block_call.list_arguments(q, k, pattern, lengths, None, True, 0.3)
-    torch.library.opcheck(block_ops.attend_blocks, (q, k, v, None, None, *arguments, 0.3, 0.0, "sdpa"))
+    call, _ = make_call(q, k, v, pattern, lengths=lengths, is_causal=True, scale=0.3)
+    lists, constants = operators.list_tensors(call, q, k), (pattern.spec, True, 0.3)
+    optional = (lengths, None, None, None, *lists)
+    torch.library.opcheck(operators.attend, (q, k, v, *optional, *constants, 0.0, False, "sdpa"))
     if kind == "adaptive":
-        chosen = (q.detach(), k.detach(), lengths, None, pattern.spec, SIZE, True, 0.3)
-        torch.library.opcheck(block_ops.choose_blocks, chosen)
-    dropping = (None, torch.tensor(5), *arguments, 0.3, 0.4, "eager")
-    torch.library.opcheck(block_ops.attend_blocks, (q, k, v, *dropping))
-    out, lse = block_ops.attend_blocks(q, k, v, None, None, *arguments, 0.3, 0.0, "sdpa")
+        torch.library.opcheck(operators.choose_blocks, (q.detach(), k.detach(), lengths, None, *constants))
+    dropping = (lengths, None, torch.tensor(5), None, *lists, *constants, 0.4, False, "eager")
+    torch.library.opcheck(operators.attend, (q, k, v, *dropping))
+    out, lse = operators.attend(q, k, v, *optional, *constants, 0.0, False, "sdpa")
     saved = [x.detach() for x in (q, k, v, out, lse)]
     for dlse in (None, torch.randn_like(lse)):
-        torch.library.opcheck(
-            block_ops.attend_blocks_backward,
-            (torch.randn_like(out), dlse, *saved, None, None, *arguments, 0.3, 0.0, "sdpa"),
-        )
+        arguments = (torch.randn_like(out), dlse, *saved, *optional, *constants, 0.0, False, "sdpa")
+        torch.library.opcheck(operators.attend_backward, arguments)
 
 
 @pytest.mark.parametrize("kind", ["dilated_sparse", "adaptive", "mask"])
@@ -157,7 +156,7 @@ def test_module_options():
     assert torch.equal(module(q, k, v, True, lengths=lengths)[0], expected[0])
     assert torch.equal(module(q), module(q, q, q))
     assert "dilated_sparse" in repr(module)
-    local = BlockSparseRingDilatedAttention([40], [1], config("local_window"))
+    local = BlockSparseRingDilatedAttention(sparse_config=config("local_window"))
     assert torch.equal(local(q, k, v), attention(q, k, v, BlockSparse.from_config(config("local_window"))))
     with pytest.raises(ValueError, match="value without key"):
         module(q, None, v)

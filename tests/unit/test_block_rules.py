@@ -95,7 +95,7 @@ def test_patterns_are_equal_by_what_they_say():
         ({"block_size": 100}, "a power of two from 16 to 256, got 100"),
         ({"block_size": 512}, "a power of two from 16 to 256, got 512"),
         ({"block_size": 8}, "a power of two from 16 to 256, got 8"),
-        ({"local_window_size": 256}, "local_window_size is read by 'hierarchical' alone"),
+        ({"local_window_size": 256}, "local_window_size is read by 'hierarchical' only"),
         ({"pattern_type": "global_local", "global_tokens": 0}, "at least 1, got 0"),
         ({"pattern_type": "dilated_sparse"}, "needs segment_lengths and dilation_rates, got none"),
         (

@@ -1,7 +1,8 @@
-"""The modules, next to nn.MultiheadAttention and under DDP."""
+"""The modules, next to the functions and nn.MultiheadAttention."""
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,10 +12,16 @@ from torch import nn
 import oracle
 import ranks
 from dilated_attention_pytorch import (
+    Attention,
+    BlockSparse,
     BlockSparseRingDilatedAttention,
+    BlockSparseRingDistributedDilatedAttention,
     Dilated,
     DilatedAttention,
+    DistributedSparseConfig,
     MultiheadDilatedAttention,
+    RingDilatedAttention,
+    Sharding,
     SparsePatternConfig,
     attention,
 )
@@ -88,7 +95,7 @@ def test_whole_module_by_hand():
     """Grouped heads, sub-LN, other key sizes, a dilated pattern: projections around the oracle."""
     pattern = Dilated([8, 16], [1, 2], "blocked")
     module = MultiheadDilatedAttention(
-        24, 6, [8, 16], [1, 2], num_kv_heads=3, kdim=10, vdim=14, offsets="blocked", softmax_scale=0.7, dtype=torch.float64
+        24, 6, [8, 16], [1, 2], num_kv_heads=3, kdim=10, vdim=14, offsets="blocked", scale=0.7, dtype=torch.float64
     )
     query, key, value = (torch.randn(2, 21, size, dtype=torch.float64) for size in (24, 10, 14))
     q = module.q_proj(query).view(2, 21, 6, 4)
@@ -113,8 +120,8 @@ def test_attention_map_of_chosen_rows():
 
 
 def test_dropout_acts_in_training_only():
-    module = MultiheadDilatedAttention(32, 4, [8, 16], [1, 2], dropout=0.5)
-    plain = DilatedAttention([8], [1], attention_dropout=0.5)
+    module = MultiheadDilatedAttention(32, 4, [8, 16], [1, 2], dropout_p=0.5)
+    plain = DilatedAttention([8], [1], dropout_p=0.5)
     x = torch.randn(2, 20, 32)
     assert not torch.equal(module(x, x, x)[0], module(x, x, x)[0])
     assert not torch.equal(plain(*[x.view(2, 20, 4, 8)] * 3), plain(*[x.view(2, 20, 4, 8)] * 3))
@@ -125,11 +132,111 @@ def test_dropout_acts_in_training_only():
 
 
 def test_dilated_attention_module_is_the_function():
-    module = DilatedAttention([8, 16], [1, 2], softmax_scale=0.4, offsets="blocked", backend="eager")
+    module = DilatedAttention([8, 16], [1, 2], scale=0.4, offsets="blocked", backend="eager")
     q, k, v = torch.randn(3, 2, 20, 4, 8).unbind(0)
     expected = attention(q, k, v, Dilated([8, 16], [1, 2], "blocked"), scale=0.4, is_causal=True, backend="eager")
     assert torch.equal(module(q, k, v, is_causal=True), expected)
     assert "segment_lengths=(8, 16)" in repr(module)
+
+
+@pytest.mark.parametrize("pattern", [Dilated([8, 16], [1, 2]), BlockSparse.from_config(SPARSE)])
+def test_attention_module_is_the_function(pattern):
+    module = Attention(pattern, scale=0.4, backend="eager")
+    q, k, v = torch.randn(3, 2, 20, 4, 8).unbind(0)
+    options = {"scale": 0.4, "backend": "eager", "is_causal": True}
+    for sequences in ({}, {"lengths": torch.tensor([20, 7])}, {"cu_seqlens": torch.tensor([0, 3, 20])}):
+        expected = attention(q, k, v, pattern, **options, **sequences)
+        assert torch.equal(module(q, k, v, True, **sequences), expected)
+        assert torch.equal(module(q, k, is_causal=True, **sequences), attention(q, k, k, pattern, **options, **sequences))
+        assert torch.equal(module(q, is_causal=True, **sequences), attention(q, q, q, pattern, **options, **sequences))
+    with pytest.raises(ValueError, match="got value without key: pass both, or neither"):
+        module(q, None, v)
+    assert module.state_dict() == {}
+    assert "scale=0.4, dropout_p=0.0, mixing_gradient='exact', backend='eager'" in repr(module)
+
+
+def test_packed_documents_in_a_multihead_module():
+    module = MultiheadDilatedAttention(32, 4, [8, 16], [1, 2])
+    x, cu_seqlens = torch.randn(2, 20, 32), torch.tensor([0, 13, 20])
+    expected = torch.cat([module(*[x[:, a:b]] * 3, is_causal=True)[0] for a, b in ((0, 13), (13, 20))], 1)
+    torch.testing.assert_close(module(x, x, x, is_causal=True, cu_seqlens=cu_seqlens)[0], expected)
+    torch.testing.assert_close(module(*[x[0]] * 3, is_causal=True, cu_seqlens=cu_seqlens)[0], expected[0])
+    with pytest.raises(ValueError, match="needs one sequence per sample; use attention_map for each document"):
+        module(x, x, x, need_weights=True, cu_seqlens=cu_seqlens)
+    with pytest.raises(ValueError, match=r"lengths .* and cu_seqlens .* exclude one another"):
+        module(x, x, x, lengths=torch.tensor([20, 3]), cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: Attention(Dilated([8], [2]), **options),
+        lambda **options: DilatedAttention([8], [2], **options),
+        lambda **options: RingDilatedAttention([8], [2], **options),
+        lambda **options: BlockSparseRingDilatedAttention(sparse_config=SPARSE, **options),
+        lambda **options: MultiheadDilatedAttention(32, 4, [8], [2], **options),
+        lambda **options: BlockSparseRingDistributedDilatedAttention(32, 4, **options),
+    ],
+)
+def test_all_modules_take_the_same_options(make):
+    make(scale=0.5, dropout_p=0.1, mixing_gradient="exact", backend="eager", order=None, ordered=None, group=None)
+    for name in ("softmax_scale", "attention_dropout", "dropout", "bucket_size", "transport", "comm_dtype"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            make(**{name: None})
+    for name, wrong, error, message in (
+        ("scale", torch.ones(1), TypeError, "scale must be a number, got Tensor; multiply the query by a learned scale"),
+        ("dropout_p", 1.0, ValueError, "0 <= dropout_p < 1, got 1.0"),
+        ("mixing_gradient", "none", ValueError, "mixing_gradient must be 'exact' or 'detached', got 'none'"),
+        ("backend", "cuda", ValueError, "backend must be one of 'auto'"),
+        ("order", [0, 1], TypeError, "order must be an Order, got list"),
+        ("ordered", True, ValueError, "pass that order as order"),
+        ("layout", "spiral", ValueError, "layout"),
+        ("group", Sharding(None, transport="pigeon"), ValueError, "transport must be one of .*, got 'pigeon'"),
+        ("group", Sharding(None, bucket_size=0), ValueError, "bucket_size is a number of rows, at least 1, or None, got 0"),
+        ("group", Sharding(None, comm_dtype="float32"), TypeError, "comm_dtype must be one of torch.float64, .* or None"),
+    ):
+        with pytest.raises(error, match=message):
+            make(**{name: wrong})
+
+
+def test_sharded_modules_without_a_process_group():
+    x, config = torch.zeros(1, 4, 2, 8), DistributedSparseConfig(block_size=16)
+    for module in (
+        Attention(config, group=Sharding(None)),
+        DilatedAttention([4], [1], group=Sharding(None)),
+        RingDilatedAttention([4], [1], layout="zigzag"),
+    ):
+        with pytest.raises(RuntimeError, match="needs a process group: start with torchrun"):
+            module(x)
+        assert copy.deepcopy(module).sharding is module.sharding
+    assert RingDilatedAttention([4], [1], layout="zigzag").sharding == Sharding(None, "zigzag")
+    with pytest.raises(ValueError, match=r"follows from the shards of the ranks: pass group, or pattern=config.pattern"):
+        Attention(config)
+    with pytest.raises(ValueError, match="layout='zigzag' without group"):
+        DilatedAttention([4], [1], layout="zigzag")
+    with pytest.raises(ValueError, match="layout is a field of Sharding"):
+        RingDilatedAttention([4], [1], group=Sharding(None), layout="zigzag")
+    with pytest.raises(ValueError, match="a sharded sequence has no torchscale_padding"):
+        MultiheadDilatedAttention(16, 2, [4], [1], torchscale_padding=True, group=Sharding(None))
+    with pytest.raises(ValueError, match=r"so it has no bucket_size: got 3; leave it out"):
+        BlockSparseRingDilatedAttention(sparse_config=SPARSE, group=Sharding(None, bucket_size=3))
+
+
+def test_branches_that_no_pattern_reads():
+    with pytest.raises(
+        ValueError, match=r"read by 'dilated_sparse' only, got \(\(16, 1\),\) for 'hierarchical'"
+    ):
+        BlockSparseRingDilatedAttention([16], [1], SPARSE)
+    with pytest.raises(
+        ValueError, match=r"same number of entries, at least one: got 1 segment lengths \(16,\) and 0"
+    ):
+        BlockSparseRingDilatedAttention([16])
+    with pytest.raises(ValueError, match="'dilated_sparse' needs segment_lengths and dilation_rates, got none"):
+        BlockSparseRingDilatedAttention()
+    with pytest.raises(
+        ValueError, match=r"have no branches, got segment_lengths=\[16\] and dilation_rates=\[1\]"
+    ):
+        BlockSparseRingDistributedDilatedAttention(32, 4, [16], [1])
 
 
 def test_options_of_the_authors_code_reach_the_attention():
@@ -163,7 +270,7 @@ def test_options_of_the_authors_code_reach_the_attention():
     [
         ({"embed_dim": 30}, "embed_dim must be a positive multiple of num_heads, got embed_dim=30, num_heads=4"),
         ({"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads"),
-        ({"dropout": 1.0}, "0 <= p < 1"),
+        ({"dropout_p": 1.0}, "0 <= dropout_p < 1"),
         ({"backend": "cuda"}, "backend must be one of 'auto'"),
         ({"offsets": [0, 1]}, "one integer per key head"),
     ],
@@ -254,7 +361,7 @@ def replica(module):
     [
         (lambda: DilatedAttention([16, 32], [1, 2]), (4, 40, 2, 8)),
         (lambda: MultiheadDilatedAttention(16, 2, [16, 32], [1, 2], dtype=torch.float64), (4, 40, 16)),
-        (lambda: BlockSparseRingDilatedAttention([16, 32], [1, 2], sparse_config=SPARSE), (4, 40, 2, 8)),
+        (lambda: BlockSparseRingDilatedAttention(sparse_config=SPARSE), (4, 40, 2, 8)),
     ],
 )
 def test_replicas_in_threads(make, shape):

@@ -77,7 +77,7 @@ def test_modules_and_functions_say_the_same():
         plain = attention(q, k, v, PATTERN, is_causal=causal)
         assert torch.equal(attention(q, k, v, PATTERN, is_causal=causal, order=Identity(30), ordered=True), plain)
     assert "order=Hilbert.grid(5, 6), ordered=True" in repr(DilatedAttention(*branches, order=order, ordered=True))
-    with pytest.raises(ValueError, match="ordered=True says that rows already lie in an order: pass that order as order"):
+    with pytest.raises(ValueError, match="ordered=True says that rows are in an order already: pass that order as order"):
         DilatedAttention([8], [1], ordered=True)
 
 

@@ -1,4 +1,4 @@
-"""The command line ``dilated-attention``. Its extras are imported when it runs, so the library does without them."""
+"""The command ``dilated-attention``. It imports its extras when it runs, so that the library does not need them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _EXTRAS = ("typer", "rich", "matplotlib")
 
 
 def main() -> None:
-    """Run the command line; what goes wrong outside the program is one sentence and an exit code, never a traceback."""
+    """Run the command. Errors from outside the program end it with one sentence and an exit code, without a traceback."""
     try:
         from dilated_attention_pytorch.cli.app import app
 
@@ -21,7 +21,7 @@ def main() -> None:
         message = f"This command needs {name}, which is not installed: pip install 'dilated-attention-pytorch[cli,plot]'"
         _fail(message, 1)
     except OSError as error:
-        # Mostly a standard output that cannot be written; Python must not try once more when it exits.
+        # The usual cause is a standard output that cannot be written. Python must not write to it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _fail(f"Stopped by an error of the operating system: {error}", 1)
     except KeyboardInterrupt:

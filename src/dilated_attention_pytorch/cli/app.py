@@ -18,7 +18,7 @@ from dilated_attention_pytorch.cli.show import ORDERS, make_order, make_view
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Errors in plain text: panels are hard to read in a log, and a traceback belongs to Python, not to a drawing of it.
+# Errors are plain text, because panels are hard to read in a log.
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -29,14 +29,14 @@ def _commands() -> None:
 
 @app.command()
 def demo(
-    quick: Annotated[bool, typer.Option("--quick", help="Take 20 seconds, not two minutes: shorter texts.")] = False,
-    causal: Annotated[bool, typer.Option("--causal", help="Let a token see itself and earlier ones only.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:NUMBER; the GPU if there is one.")] = None,
-    output: Annotated[Path, typer.Option(help="The folder of the two pictures.")] = Path("demo-output"),
-    max_tokens: Annotated[int | None, typer.Option(help="The longest text, if the time allows it.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Use shorter texts: 20 seconds instead of two minutes.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="A token sees itself and earlier tokens only.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:NUMBER. By default the GPU, if any.")] = None,
+    output: Annotated[Path, typer.Option(help="The folder for the two pictures.")] = Path("demo-output"),
+    max_tokens: Annotated[int | None, typer.Option(help="The length of the longest text, if the time allows it.")] = None,
 ) -> None:
     """Run dilated attention on a real text of growing length, next to dense attention, and check the result."""
-    # Here, so that other commands do without matplotlib, and first, so that its absence is not found after a minute.
+    # Other commands run without matplotlib. It comes first, so that a missing package is reported before the measurements.
     from dilated_attention_pytorch.cli import pictures
 
     try:
@@ -59,7 +59,7 @@ def demo(
         )
         raise typer.Exit(130) from None
     except torch.OutOfMemoryError:
-        # The shorter lengths are complete and worth showing.
+        # The shorter lengths are complete, so their results are shown.
         reason = f"{settings.device} has too little memory for more"
     else:
         reason = f"it would take more than the demo's {settings.budget_s:.0f} s"
@@ -78,13 +78,13 @@ def demo(
 
 @app.command()
 def show(
-    order: Annotated[str, typer.Option(help=f"{', '.join(ORDERS)}; zigzag and striped are layouts of ranks.")] = "hilbert",
+    order: Annotated[str, typer.Option(help=f"{', '.join(ORDERS)}. zigzag and striped depend on --ranks.")] = "hilbert",
     grid: Annotated[str, typer.Option(help="HEIGHTxWIDTH of the tokens.")] = "64x64",
-    segment_lengths: Annotated[str | None, typer.Option(help="Of the pattern: integers with commas between them.")] = None,
-    dilation_rates: Annotated[str | None, typer.Option(help="As many as segment lengths.")] = None,
-    query: Annotated[str | None, typer.Option(help="ROW,COLUMN of the query to look at.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Of zigzag and striped; 4 if left out.")] = None,
-    output: Annotated[Path, typer.Option(help="The file of the picture, a PNG.")] = Path("order.png"),
+    segment_lengths: Annotated[str | None, typer.Option(help="The pattern: integers separated by commas.")] = None,
+    dilation_rates: Annotated[str | None, typer.Option(help="As many integers as segment lengths.")] = None,
+    query: Annotated[str | None, typer.Option(help="ROW,COLUMN of the query to show.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="The number of ranks of zigzag and striped. The default is 4.")] = None,
+    output: Annotated[Path, typer.Option(help="The PNG file for the picture.")] = Path("order.png"),
 ) -> None:
     """Draw an order of the tokens of a grid, its segments against row-major ones, and what one query sees."""
     from dilated_attention_pytorch.cli.order_pictures import order_picture
@@ -98,8 +98,8 @@ def show(
     console = Console(highlight=False, soft_wrap=True)
     length = view.pattern.segment_lengths[0]
     console.print(f"{view.height} x {view.width} tokens, segments of {length:,}: mean perimeter of the bounding box")
-    for name, one in orders.items():
-        console.print(f"  {name:<9}  {view.perimeter(one):10,.1f}")
+    for name, drawn in orders.items():
+        console.print(f"  {name:<9}  {view.perimeter(drawn):10,.1f}")
     _save(console, order_picture(orders, view), output, "file")
 
 
@@ -118,12 +118,12 @@ def _save(console: Console, figure: Figure, path: Path, kind: str) -> None:
 def _title(settings: Settings) -> str:
     lengths, rates = (", ".join(map(str, x)) for x in (settings.pattern.segment_lengths, settings.pattern.dilation_rates))
     if settings.device.type == "cuda":
-        place = torch.cuda.get_device_name(settings.device)
+        device = torch.cuda.get_device_name(settings.device)
     else:
-        place = f"the CPU with {torch.get_num_threads()} threads"
+        device = f"the CPU with {torch.get_num_threads()} threads"
     return (
         f"Dilated attention, segment lengths {lengths}, rates {rates}{', causal' if settings.is_causal else ''}\n"
-        f"{HEADS} heads of size {HEAD_DIM}, {str(settings.dtype).removeprefix('torch.')} on {place}"
+        f"{HEADS} heads of size {HEAD_DIM}, {str(settings.dtype).removeprefix('torch.')} on {device}"
     )
 
 
@@ -133,4 +133,4 @@ def _print_results(console: Console, rows: Sequence[Row]) -> None:
     console.print(report.table(rows))
     console.print("error: largest relative error of a sample of rows against float64")
     if not all(row.dense_measured for row in rows):
-        console.print("~ predicted, not measured: the time of dense attention grows with tokens squared")
+        console.print("~ predicted, not measured: the time of dense attention grows with the square of the tokens")

@@ -1,4 +1,4 @@
-"""The measurements of the demo: dilated attention over growing lengths of a text, next to dense attention."""
+"""The measurements of the demo: dilated and dense attention over growing lengths of a text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dilated_attention_pytorch import Dilated, attention, attention_weights
+from dilated_attention_pytorch.api import attention, attention_weights
 from dilated_attention_pytorch.cli.text import standard_library
 from dilated_attention_pytorch.measure import median_seconds, peak_extra_bytes
+from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.tiles import compile_plan
 
 HEADS = 8
@@ -22,27 +23,27 @@ HEAD_DIM = 64
 _CHECKED_ROWS = 16
 _MOST_TOKENS = {"cpu": 65536, "cuda": 262144}
 _SHORT_CALL_S = 0.25  # shorter calls are timed three times
-_MARGIN = 1.25  # of a predicted time: embedding and checking are not in the FLOPs
+_MARGIN = 1.25  # factor of a predicted time: the FLOPs do not include embedding and checking
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run measures and how long it may take."""
+    """The lengths that a run measures, and how long it may take."""
 
     pattern: Dilated
     lengths: tuple[int, ...]
     is_causal: bool
     device: torch.device
     dtype: torch.dtype
-    budget_s: float  # of all measurements together
-    dense_s: float  # of dense attention at one length
+    budget_s: float  # limit for all measurements together
+    dense_s: float  # limit for dense attention at one length
 
     def flops(self, tokens: int) -> int:
         """Floating-point operations of dilated attention."""
         return compile_plan(self.pattern, tokens, HEADS, is_causal=self.is_causal).flops(HEAD_DIM)
 
     def dense_flops(self, tokens: int) -> int:
-        """Floating-point operations of dense attention: one segment that holds everything."""
+        """Floating-point operations of dense attention, which is one segment with all tokens."""
         return compile_plan(Dilated([tokens], [1]), tokens, HEADS, is_causal=self.is_causal).flops(HEAD_DIM)
 
 
@@ -65,7 +66,7 @@ class Row:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device of this name, or the GPU if there is one, else the CPU; a ValueError says why one cannot be had."""
+    """The device of this name; for None, the GPU if there is one, else the CPU. A missing device is a ValueError."""
     gpus = torch.cuda.device_count()
     if name is None:
         return torch.device("cuda" if gpus else "cpu")
@@ -75,14 +76,14 @@ def choose_device(name: str | None) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if not gpus:
-        raise ValueError(f"--device {name} needs a GPU that PyTorch can use, and there is none; use --device cpu")
+        raise ValueError(f"--device {name} needs a GPU that PyTorch can use, got none; use --device cpu")
     if int(index or 0) >= gpus:
         raise ValueError(f"--device cuda:NUMBER must be below the number of GPUs, {gpus}, got {name!r}; use --device cuda")
     return torch.device(name)
 
 
 def make_settings(*, quick: bool, is_causal: bool, device: torch.device, max_tokens: int | None) -> Settings:
-    """The lengths and limits of a run: sized for two slow CPU cores, and for more tokens on a GPU."""
+    """The lengths and limits of a run. They suit two slow CPU cores; a GPU gets more tokens."""
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}; without it the demo chooses the lengths")
     first = 2048 if quick else 4096
@@ -101,7 +102,7 @@ def make_settings(*, quick: bool, is_causal: bool, device: torch.device, max_tok
 
 
 def embed(text: bytes, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of a text: a fixed random vector for each byte; query and key also feel the position."""
+    """Query, key and value of a text: a fixed random vector for each byte, plus the position in query and key."""
     tables = torch.randn((3, 256, HEADS * HEAD_DIM), generator=torch.Generator().manual_seed(0)).to(device)
     symbols = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device).long()
     frequencies = 10000.0 ** -torch.linspace(0.0, 1.0, HEAD_DIM // 2, device=device)
@@ -112,7 +113,7 @@ def embed(text: bytes, device: torch.device, dtype: torch.dtype) -> tuple[Tensor
 
 
 def largest_error(out: Tensor, qkv: tuple[Tensor, Tensor, Tensor], pattern: Dilated, *, is_causal: bool) -> float:
-    """The largest relative error of a head's vector over a sample of rows, against the definition in float64."""
+    """The largest relative error of a head's output over a sample of rows, against the definition in float64."""
     query, key, value = (x.double() for x in qkv)
     n = query.shape[1]
     sample = torch.randint(n, (_CHECKED_ROWS - 2,), generator=torch.Generator().manual_seed(0))
@@ -124,7 +125,7 @@ def largest_error(out: Tensor, qkv: tuple[Tensor, Tensor, Tensor], pattern: Dila
 
 
 class _Attend:
-    """A call of dilated attention that keeps its result, so that checking it needs no further call."""
+    """A call of dilated attention that keeps its result for the check."""
 
     def __init__(self, settings: Settings, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
         self.settings, self.qkv = settings, qkv
@@ -139,9 +140,9 @@ class _Attend:
 
 
 def measure(settings: Settings, report: Callable[[str, float], None]) -> Iterator[Row]:
-    """One row per length, as long as the next one is predicted to end within the budget.
+    """Yield one row per length, as long as the next one is predicted to end within the budget.
 
-    ``report`` is told what comes next and which part of all dilated work, from 0 to 1, is done.
+    ``report`` is called with the next step and the fraction of all dilated attention that is done, from 0 to 1.
     """
     end = time.monotonic() + settings.budget_s
     total = sum(map(settings.flops, settings.lengths))
@@ -150,7 +151,7 @@ def measure(settings: Settings, report: Callable[[str, float], None]) -> Iterato
     for tokens in settings.lengths:
         flops, dense_flops = settings.flops(tokens), settings.dense_flops(tokens)
         repeats = 3 if rate is None or flops / rate < _SHORT_CALL_S else 1
-        # Beside the repeats, one call warms up and one measures memory.
+        # Besides the repeats, one call warms up and one measures memory.
         if rate is not None and (repeats + 2) * flops / rate * _MARGIN > end - time.monotonic():
             return
         report(f"{tokens:,} tokens: time", done / total)
@@ -159,7 +160,7 @@ def measure(settings: Settings, report: Callable[[str, float], None]) -> Iterato
         rate = flops / seconds
         done += flops * (repeats + 1) / (repeats + 2)
         report(f"{tokens:,} tokens: memory", done / total)
-        call.out = None  # what is freed during the call would be taken off the memory it needs
+        call.out = None  # memory that is freed during the call would be subtracted from what it needs
         extra_bytes = peak_extra_bytes(call, settings.device)
         done += flops / (repeats + 2)
         report(f"{tokens:,} tokens: error", done / total)

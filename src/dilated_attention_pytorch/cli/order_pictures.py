@@ -1,4 +1,4 @@
-"""The picture of ``show``: an order against row-major, as a curve, as segments and by what one query sees."""
+"""The picture of ``show``: the curve of an order, its segments and what one query sees, next to row-major order."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dilated_attention_pytorch.orders.order import Order
 _QUERY, _BORDER, _END = "#c8551b", "#33475b", "#b01030"
 _FIRST, _LAST = "o", "s"  # markers
 _SEGMENTS = ListedColormap(["#dce8f4", "#a9c9e6", "#f0e2c8", "#cfe3cd"])
-# Of branches: the first, dense one strongest; those after the sixth share a colour.
+# Colours of branches: the first branch is the darkest, and branches after the sixth share a colour.
 _BRANCHES = ("#123f7a", "#3f86c6", "#8dbb72", "#bb8fc4", "#e0b04c", "#8a8a8a")
 _NOTHING = "#f4f4f4"
 _PANEL = 4.0  # inches of a panel's width
 
 
 def order_picture(orders: Mapping[str, Order], view: View) -> Figure:
-    """A row of three panels for each order, under its name."""
+    """A figure with a row of three panels for each order."""
     panel_height = min(2 * _PANEL, max(1.2, _PANEL * view.height / view.width))
     figure = Figure(figsize=(3 * _PANEL, len(orders) * (panel_height + 0.3) + 0.8), layout="constrained")
     rows = figure.subplots(len(orders), 3, squeeze=False)
@@ -40,7 +40,7 @@ def order_picture(orders: Mapping[str, Order], view: View) -> Figure:
         _draw_seen(seen, found, view.query)
         seen.set_title(f"one query sees {int((found >= 0).sum()):,} of {found.numel():,}")
         for axes in (curve, segments, seen):
-            # the edges of cells are integers
+            # Cell edges are at integers.
             axes.set(xlim=(0, view.width), ylim=(view.height, 0), aspect="equal", xticks=[], yticks=[])
     handles: list[Artist] = [
         Patch(color=_branch_colour(i), label=f"segment {w:,}, rate {r}") for i, (w, r) in enumerate(view.pattern.branches)
@@ -62,7 +62,7 @@ def _branch_colour(branch: int) -> str:
 
 
 def _draw_curve(axes: Axes, cells: Tensor) -> None:
-    """A line through the middles of the cells, from dark to light."""
+    """Draw a line through the centres of the cells, from dark to light."""
     points = cells.flip(-1).double() + 0.5
     lines = LineCollection(
         torch.stack((points[:-1], points[1:]), 1).tolist(), cmap="viridis", linewidth=_line_width(cells), capstyle="round"
@@ -95,7 +95,7 @@ def _draw_segments(axes: Axes, view: View, order: Order) -> None:
 
 
 def _draw_borders(axes: Axes, segments: Tensor) -> None:
-    """Lines between neighbouring cells of different segments."""
+    """Draw lines between neighbouring cells of different segments."""
     above = (segments[1:] != segments[:-1]).nonzero()  # (row, column): between row and row + 1
     beside = (segments[:, 1:] != segments[:, :-1]).nonzero()
     across = [((x, y + 1), (x + 1, y + 1)) for y, x in above.tolist()]

@@ -1,4 +1,4 @@
-"""The two pictures of the demo. Figures are made without pyplot, so there is no global state and no window."""
+"""The two pictures of the demo. They do not use pyplot, so there is no global state and no window."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DILATED, _DENSE, _REFERENCE = "#1f5fa8", "#c8551b", "#777777"
 
 
 def pattern_picture(*, is_causal: bool) -> Figure:
-    """Who meets whom in a small example, one panel per head; the colour counts the branches in which a pair meets."""
+    """The pairs that meet in a small example, one panel per head. The colour is the number of branches of a pair."""
     tokens, heads, pattern = 32, 4, Dilated([8, 16, 32], [1, 2, 4])
     branches = len(pattern.branches)
     colours = ListedColormap(["#ffffff", "#b5d0ea", "#5b94cb", "#123f7a"])
@@ -34,7 +34,7 @@ def pattern_picture(*, is_causal: bool) -> Figure:
             edgecolors="#e4e4e4", linewidth=0.3,
         )  # fmt: skip
         axes.set(title=f"head {head}", xlabel="key position", aspect="equal", xlim=(0, tokens), ylim=(tokens, 0))
-        # a label stands at the middle of its cell
+        # A label is at the centre of its cell.
         axes.set_xticks([k + 0.5 for k in range(0, tokens, 8)], labels=range(0, tokens, 8))
         axes.set_yticks([k + 0.5 for k in range(0, tokens, 8)], labels=range(0, tokens, 8))
     panels[0].set_ylabel("query position")
@@ -66,7 +66,7 @@ def scaling_picture(rows: Sequence[Row], title: str) -> Figure:
             label="dense attention, measured",
         )
     if len(measured) < len(rows):
-        # From the last measured point, so that the line has no gap.
+        # The line starts at the last measured point, so that it has no gap.
         predicted = measured[-1:] + [row for row in rows if not row.dense_measured]
         time.plot(
             [r.tokens for r in predicted], [r.dense_seconds for r in predicted], "--", color=_DENSE,
@@ -75,7 +75,7 @@ def scaling_picture(rows: Sequence[Row], title: str) -> Figure:
     time.set(title="Time of one forward pass", ylabel="seconds")
 
     memory.plot(tokens, [row.extra_bytes / 2**20 for row in rows], "o-", color=_DILATED, label="dilated attention")
-    memory.plot(tokens, [row.output_bytes / 2**20 for row in rows], ":", color=_REFERENCE, label="the output alone")
+    memory.plot(tokens, [row.output_bytes / 2**20 for row in rows], ":", color=_REFERENCE, label="the output")
     memory.set(title="Memory beyond the inputs", ylabel="MiB")
 
     for axes in (time, memory):
@@ -99,11 +99,11 @@ def _logarithmic(axes: Axes) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG file; whoever looks at ``path`` finds the whole picture or none."""
+    """Write a PNG file. ``path`` never holds an incomplete picture."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        # "File exists" would not tell what is wrong with it.
+        # "File exists" would not explain the error.
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from None
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""A real text that every Python installation has: the sources of its standard library."""
+"""A text that every Python installation has: the sources of its standard library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-# Installed packages differ between machines with the same Python.
+# Installed packages differ between machines.
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -18,7 +18,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def standard_library(count: int) -> bytes:
-    """The first ``count`` bytes of the standard library's sources in a fixed order, repeated if there are too few."""
+    """The first ``count`` bytes of the standard library's sources in a fixed order, repeated if they are too short."""
     root = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in _sources(root):

@@ -1,12 +1,15 @@
 """Modules."""
 
-from dilated_attention_pytorch.nn.block_sparse import BlockSparseRingDilatedAttention
-from dilated_attention_pytorch.nn.block_sparse_distributed import BlockSparseRingDistributedDilatedAttention
-from dilated_attention_pytorch.nn.dilated import DilatedAttention
-from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
-from dilated_attention_pytorch.nn.ring import RingDilatedAttention
+from dilated_attention_pytorch.nn.attention import (
+    Attention,
+    BlockSparseRingDilatedAttention,
+    DilatedAttention,
+    RingDilatedAttention,
+)
+from dilated_attention_pytorch.nn.multihead import BlockSparseRingDistributedDilatedAttention, MultiheadDilatedAttention
 
 __all__ = [
+    "Attention",
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingDistributedDilatedAttention",
     "DilatedAttention",

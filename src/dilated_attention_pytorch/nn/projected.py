@@ -1,42 +1,74 @@
-"""Projections around attention, in the place of ``nn.MultiheadAttention``."""
+"""Projections around ``Attention``, as a replacement for ``nn.MultiheadAttention``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.api import attention_weights
+from dilated_attention_pytorch.nn.attention import Attention, ModuleOptions
+from dilated_attention_pytorch.patterns.blocks import BlockSparse
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.patterns.tiers import DistributedSparseConfig
 
 MAX_WEIGHTS = 2**26  # B * H * N * M that need_weights=True returns: 256 MiB in float32
 
 
-class ProjectedAttention(nn.Module):
-    """Query, key, value and output projections around a module ``attention(q, k, v, is_causal, lengths=...)``.
+class ProjectionOptions(ModuleOptions, total=False):
+    """The keyword arguments of ``ProjectedAttention``, which documents them."""
 
-    ``attention`` takes and returns (B, N, heads, head size). Weights are served where it is not ``sharded``: from its
-    ``pattern`` and ``softmax_scale``, without an ``order``. The other arguments are those of ``MultiheadDilatedAttention``.
+    num_kv_heads: int | None
+    bias: bool
+    layer_norm: bool
+    layer_norm_eps: float
+    gamma_init: float
+    batch_first: bool
+    kdim: int | None
+    vdim: int | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class ProjectedAttention(nn.Module):
+    """Multi-head attention: query, key, value and output projections around ``Attention(pattern, **options)``.
+
+    Args:
+        pattern: see ``Attention``.
+        embed_dim: size of an embedding, split evenly over the heads.
+        num_heads: query heads.
+        num_kv_heads: key and value heads (grouped-query attention). The default is as many as query heads.
+        bias: whether the projections have a bias.
+        layer_norm: normalise before the output projection (MAGNETO's sub-LN, as in LongNet).
+        layer_norm_eps: epsilon of that normalisation.
+        gamma_init: gain of the initial value and output projections (MAGNETO).
+        batch_first: tensors are (batch, sequence, embedding), otherwise (sequence, batch, embedding).
+        kdim, vdim: embedding sizes of key and value if they differ.
+        device, dtype: of the parameters.
+        options: see ``Attention``. With ``group``, the embeddings are those of this rank's rows, and the parameters are
+            the same on every rank: sum their gradients over the ranks, or average them as DDP does. The weights are not
+            available with ``group`` or ``order``.
     """
 
     def __init__(
         self,
-        attention: Any,
+        pattern: Dilated | BlockSparse | DistributedSparseConfig,
         embed_dim: int,
         num_heads: int,
         *,
-        sharded: bool,
-        num_kv_heads: int | None,
-        bias: bool,
-        layer_norm: bool,
-        layer_norm_eps: float,
-        gamma_init: float,
-        batch_first: bool,
-        kdim: int | None,
-        vdim: int | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        num_kv_heads: int | None = None,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        batch_first: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[ModuleOptions],
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -48,24 +80,25 @@ class ProjectedAttention(nn.Module):
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, got num_heads={num_heads}, num_kv_heads={num_kv_heads}"
             )
+        if isinstance(pattern, Dilated):
+            pattern.check_key_heads(num_kv_heads)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.batch_first = batch_first
         self.gamma_init = gamma_init
-        self.attention = attention
-        self.sharded = sharded
-        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, embed_dim, **options)
-        self.k_proj = nn.Linear(embed_dim if kdim is None else kdim, num_kv_heads * self.head_dim, **options)
-        self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, num_kv_heads * self.head_dim, **options)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, **options)
+        self.attention = Attention(pattern, **options)
+        linear: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, embed_dim, **linear)
+        self.k_proj = nn.Linear(embed_dim if kdim is None else kdim, num_kv_heads * self.head_dim, **linear)
+        self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, num_kv_heads * self.head_dim, **linear)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, **linear)
         self.inner_attn_ln = nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype) if layer_norm else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform projections, zero biases, as in ``nn.MultiheadAttention``."""
+        """Initialise the projections Xavier-uniform and the biases with 0, as ``nn.MultiheadAttention`` does."""
         for projection, gain in (
             (self.q_proj, 1.0),
             (self.k_proj, 1.0),
@@ -77,30 +110,6 @@ class ProjectedAttention(nn.Module):
                 nn.init.zeros_(projection.bias)
         if self.inner_attn_ln is not None:
             self.inner_attn_ln.reset_parameters()
-
-    def _heads(self, x: Tensor, projection: nn.Linear, heads: int) -> Tensor:
-        """(B, N, E) or (N, B, E) -> (B, N, heads, head size)."""
-        projected: Tensor = projection(x)
-        batch_first = projected if self.batch_first else projected.transpose(0, 1)
-        return batch_first.view(*batch_first.shape[:2], heads, self.head_dim)
-
-    def _check_embeddings(self, query: Tensor, key: Tensor, value: Tensor | None) -> None:
-        named = {"query": (query, self.q_proj), "key": (key, self.k_proj)}
-        if value is not None:
-            named["value"] = (value, self.v_proj)
-        order = "batch, sequence" if self.batch_first else "sequence, batch"
-        for name, (x, projection) in named.items():
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-            size = projection.in_features
-            if x.dim() not in (2, 3) or x.shape[-1] != size:
-                raise ValueError(
-                    f"{name} must be ({order}, {size}), or (sequence, {size}) for one sample; got {tuple(x.shape)}"
-                )
-            if x.dim() != query.dim():
-                raise ValueError(
-                    f"{name} must have as many dimensions as query, got {tuple(x.shape)} and {tuple(query.shape)}"
-                )
 
     def forward(
         self,
@@ -114,25 +123,24 @@ class ProjectedAttention(nn.Module):
         is_causal: bool = False,
         *,
         lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend and project; returns ``(out, weights)``, weights None unless ``need_weights``.
+        """Attend and project. Return ``(out, weights)``, where weights are None unless ``need_weights``.
 
         Args:
             query, key, value: (batch, sequence, embedding), or (sequence, batch, embedding) if not ``batch_first``, or
                 (sequence, embedding).
-            key_padding_mask: (batch, keys), True (or -inf) for padding, which must stand at the end of each sample.
+            key_padding_mask: (batch, keys), True (or -inf) for padding, which must be at the end of each sample.
             need_weights: also return the weights, averaged over the heads, or per head if not ``average_attn_weights``.
             attn_mask: must be None.
             average_attn_weights: see ``need_weights``.
             is_causal: a position sees itself and earlier ones only.
-            lengths: (batch,), the valid positions of each sample: ``key_padding_mask`` without a mask.
+            lengths: (batch,), the valid positions of each sample. It replaces ``key_padding_mask``.
+            cu_seqlens: (documents + 1,), boundaries of packed documents, see ``attention``.
         """
-        arguments = query, key, value, key_padding_mask, need_weights, attn_mask, lengths
-        # A rank that stopped here would leave the others waiting for its rows.
-        q, k, v, lengths = (
-            self.attention.or_refuse(self._prepare, *arguments) if self.sharded else self._prepare(*arguments)
-        )
-        attended = self.attention(q, k, v, is_causal, lengths=lengths)
+        arguments = query, key, value, key_padding_mask, need_weights, attn_mask, lengths, cu_seqlens
+        q, k, v, lengths = self.attention.report_errors(self._prepare, *arguments)
+        attended = self.attention(q, k, v, is_causal, lengths=lengths, cu_seqlens=cu_seqlens)
         x = attended.flatten(-2)
         if self.inner_attn_ln is not None:
             x = self.inner_attn_ln(x)
@@ -147,45 +155,6 @@ class ProjectedAttention(nn.Module):
             out = out.squeeze(0 if self.batch_first else 1)
             weights = None if weights is None else weights.squeeze(0)
         return out, weights
-
-    def _prepare(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        lengths: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Checked and projected: query, key and value (B, N, heads, head size), and the lengths, if any."""
-        if attn_mask is not None:
-            raise ValueError(
-                "attn_mask is not supported: the pattern decides which positions meet; use is_causal=True for "
-                "causal attention and key_padding_mask or lengths for padding"
-            )
-        self._check_embeddings(query, key, value)
-        if query.dim() == 2:
-            dim = 0 if self.batch_first else 1
-            query, key, value = (x.unsqueeze(dim) for x in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        q = self._heads(query, self.q_proj, self.num_heads)
-        k = self._heads(key, self.k_proj, self.num_kv_heads)
-        v = self._heads(value, self.v_proj, self.num_kv_heads)
-        if need_weights:
-            self._check_weights("need_weights=True")
-        if key_padding_mask is not None:
-            self._check_one_device("key_padding_mask")
-            if lengths is not None:
-                raise ValueError("key_padding_mask and lengths say the same thing; pass one of them")
-            lengths = _lengths_from_mask(key_padding_mask, k.shape[0], k.shape[1])
-        if need_weights and q.shape[0] * self.num_heads * q.shape[1] * k.shape[1] > MAX_WEIGHTS:
-            raise ValueError(
-                f"need_weights=True returns at most {MAX_WEIGHTS} weights (batch * heads * queries * keys), got "
-                f"{q.shape[0]} * {self.num_heads} * {q.shape[1]} * {k.shape[1]}; use attention_map(query_rows=...) for the "
-                "rows of interest"
-            )
-        return q, k, v, lengths
 
     def attention_map(
         self,
@@ -215,8 +184,81 @@ class ProjectedAttention(nn.Module):
         weights = self._weights(q, k, query_rows, is_causal, lengths)
         return weights.squeeze(0) if unbatched else weights
 
+    def _prepare(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Check and project: query, key and value (B, N, heads, head size), and the lengths or None."""
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is not supported: the pattern decides which positions meet; use is_causal=True for "
+                "causal attention and key_padding_mask or lengths for padding"
+            )
+        self._check_embeddings(query, key, value)
+        if query.dim() == 2:
+            dim = 0 if self.batch_first else 1
+            query, key, value = (x.unsqueeze(dim) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        q = self._heads(query, self.q_proj, self.num_heads)
+        k = self._heads(key, self.k_proj, self.num_kv_heads)
+        v = self._heads(value, self.v_proj, self.num_kv_heads)
+        if need_weights:
+            self._check_weights("need_weights=True")
+            if cu_seqlens is not None:
+                raise ValueError("need_weights=True needs one sequence per sample; use attention_map for each document")
+        if key_padding_mask is not None:
+            self._check_one_device("key_padding_mask")
+            if lengths is not None:
+                raise ValueError("key_padding_mask and lengths say the same thing; pass one of them")
+            lengths = _lengths_from_mask(key_padding_mask, k.shape[0], k.shape[1])
+        if need_weights and q.shape[0] * self.num_heads * q.shape[1] * k.shape[1] > MAX_WEIGHTS:
+            raise ValueError(
+                f"need_weights=True returns at most {MAX_WEIGHTS} weights (batch * heads * queries * keys), got "
+                f"{q.shape[0]} * {self.num_heads} * {q.shape[1]} * {k.shape[1]}; use attention_map(query_rows=...) for the "
+                "rows of interest"
+            )
+        return q, k, v, lengths
+
+    def _heads(self, x: Tensor, projection: nn.Linear, heads: int) -> Tensor:
+        """Project (B, N, E) or (N, B, E) to (B, N, heads, head size)."""
+        projected: Tensor = projection(x)
+        batch_first = projected if self.batch_first else projected.transpose(0, 1)
+        return batch_first.view(*batch_first.shape[:2], heads, self.head_dim)
+
+    def _weights(
+        self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool, lengths: Tensor | None
+    ) -> Tensor:
+        pattern, scale = self.attention.pattern, self.attention.scale
+        assert not isinstance(pattern, DistributedSparseConfig)  # it needs a group, with which there are no weights
+        return attention_weights(q, k, pattern, rows, is_causal=is_causal, scale=scale, lengths=lengths)
+
+    def _check_embeddings(self, query: Tensor, key: Tensor, value: Tensor | None) -> None:
+        named = {"query": (query, self.q_proj), "key": (key, self.k_proj)}
+        if value is not None:
+            named["value"] = (value, self.v_proj)
+        order = "batch, sequence" if self.batch_first else "sequence, batch"
+        for name, (x, projection) in named.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            size = projection.in_features
+            if x.dim() not in (2, 3) or x.shape[-1] != size:
+                raise ValueError(
+                    f"{name} must be ({order}, {size}), or (sequence, {size}) for one sample; got {tuple(x.shape)}"
+                )
+            if x.dim() != query.dim():
+                raise ValueError(
+                    f"{name} must have as many dimensions as query, got {tuple(x.shape)} and {tuple(query.shape)}"
+                )
+
     def _check_one_device(self, what: str) -> None:
-        if self.sharded:
+        if self.attention.sharding is not None:
             raise ValueError(
                 f"{what} needs the whole sequence, of which a rank has a shard; use lengths for padding, and "
                 "attention_weights on gathered tensors (distributed.gather_sequence) for weights"
@@ -227,14 +269,8 @@ class ProjectedAttention(nn.Module):
         if self.attention.order is not None:
             raise ValueError(
                 f"{what} is not available with an order; attention_weights of tensors that order.permute has put in order "
-                "gives the weights by place, if not causal"
+                "gives the weights in that order, if not causal"
             )
-
-    def _weights(
-        self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool, lengths: Tensor | None
-    ) -> Tensor:
-        pattern, scale = self.attention.pattern, self.attention.softmax_scale
-        return attention_weights(q, k, pattern, rows, is_causal=is_causal, scale=scale, lengths=lengths)
 
 
 def _lengths_from_mask(mask: Tensor, batch: int, keys: int) -> Tensor:

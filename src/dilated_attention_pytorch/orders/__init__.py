@@ -1,1 +1,1 @@
-"""Orders: bijections of the positions of a sequence."""
+"""Orders: permutations of the positions of a sequence."""

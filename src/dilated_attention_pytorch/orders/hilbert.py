@@ -1,8 +1,8 @@
 """The Hilbert curve in 2-D and 3-D, vectorised over points: codes of scattered points, and whole grids.
 
 The curve is Skilling's (AIP Conference Proceedings 707, 2004). Its top level does not depend on how many levels follow:
-``codes(x << s, bits + s) >> (dims * s) == codes(x, bits)``. So a curve of ``bits + 1`` levels is made of ``2**dims`` copies
-of the one of ``bits`` levels, turned and moved.
+``codes(x << s, bits + s) >> (dims * s) == codes(x, bits)``. A curve of ``bits + 1`` levels therefore consists of
+``2**dims`` rotated and shifted copies of the curve of ``bits`` levels.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from dilated_attention_pytorch.dispatch import define_operator
 
 Device = torch.device | str | None
 
-# Coordinates on a grid are int32.
-LONGEST_SIDE = 2**31
+LONGEST_SIDE = 2**31  # coordinates on a grid are int32
 
-# Of the longest side of floating-point coordinates: finer than any image, and 3-D codes still fit 63 bits.
+# Floating-point coordinates are rounded to this many bits. That is finer than any image, and 3-D codes fit 63 bits.
 _FLOAT_BITS = 21
 
 
 def most_bits(dims: int) -> int:
-    """The largest coordinates have so many bits: codes are int64."""
+    """The most bits of a coordinate: the codes are int64."""
     return 63 // dims
 
 
@@ -44,7 +43,7 @@ def codes(coords: Tensor, bits: int) -> Tensor:
             flip = torch.where(high, low, (axes[0] ^ axes[i]) & low)
             axes[i] = axes[i] ^ flip.masked_fill(high, 0)
             axes[0] = axes[0] ^ flip
-    # Gray decoding
+    # Decode the Gray code.
     for i in range(1, len(axes)):
         axes[i] = axes[i] ^ axes[i - 1]
     flips = torch.zeros_like(axes[0])
@@ -59,9 +58,9 @@ def codes(coords: Tensor, bits: int) -> Tensor:
 
 @cache
 def _copies(dims: int) -> tuple[tuple[tuple[int, int, bool], ...], ...]:
-    """How a curve is made of ``2**dims`` smaller ones: for each copy and axis (corner, axis of the smaller one, mirrored).
+    """How a curve consists of ``2**dims`` smaller ones: for each copy and axis (corner, axis of the smaller one, mirrored).
 
-    >>> _copies(2)[0]  # the first quarter is the curve with its axes exchanged
+    >>> _copies(2)[0]  # the first quarter is the smaller curve with its axes exchanged
     ((0, 1, False), (0, 0, False))
     """
 
@@ -74,14 +73,14 @@ def _copies(dims: int) -> tuple[tuple[tuple[int, int, bool], ...], ...]:
     columns = list(zip(*corners, strict=True))
     result = []
     for copy, corner in enumerate(corners):
-        part = [[x & 1 for x in axis] for axis in zip(*fine[copy << dims : (copy + 1) << dims], strict=True)]
+        inside = [[x & 1 for x in axis] for axis in zip(*fine[copy << dims : (copy + 1) << dims], strict=True)]
         result.append(
             tuple(
                 next(
                     (corner[i], j, mirrored)
                     for j, column in enumerate(columns)
                     for mirrored in (False, True)
-                    if part[i] == [x ^ mirrored for x in column]
+                    if inside[i] == [x ^ mirrored for x in column]
                 )
                 for i in range(dims)
             )
@@ -112,8 +111,8 @@ def cube(dims: int, bits: int, device: Device) -> Tensor:
 def _blocks(shape: tuple[int, ...], bits: int, leaf_bits: int, device: Device) -> tuple[Tensor, Tensor]:
     """The cubes of side ``2**leaf_bits`` that touch a grid, along the curve of the cube of side ``2**bits``.
 
-    Each is the small curve with its axes exchanged and mirrored, and moved: for axis ``i`` of block ``b``, take axis
-    ``axes[b, i]`` of the small curve and flip the bits ``flips[b, i]``.
+    Return ``axes`` and ``flips``, both (blocks, dims). Coordinate ``i`` in block ``b`` is axis ``axes[b, i]`` of the small
+    curve with the bits ``flips[b, i]`` flipped, which mirrors and shifts it.
     """
     dims = len(shape)
     tables = torch.tensor(_copies(dims), dtype=torch.int64, device=device).permute(2, 0, 1)  # each (copies, dims)
@@ -121,7 +120,7 @@ def _blocks(shape: tuple[int, ...], bits: int, leaf_bits: int, device: Device) -
     corners = torch.zeros((1, dims), dtype=torch.int64, device=device)
     axes, mirrored = torch.arange(dims, device=device).unsqueeze(0), torch.zeros_like(corners)
     for bit in range(bits - 1, leaf_bits - 1, -1):
-        # (blocks, copies, dims): what the axes of a block are made of in each of its copies
+        # (blocks, copies, dims): the entries of the table for the axes of every block
         corner, axis, mirror = tables[:, :, axes].transpose(1, 2)
         corners = corners.unsqueeze(1) + ((corner ^ mirrored.unsqueeze(1)) << bit)
         touching = (corners < sizes).all(-1)
@@ -138,7 +137,7 @@ def grid(shape: tuple[int, ...], device: Device) -> Tensor:
     if prod(shape) == 0:
         return torch.empty(0, dtype=torch.int64, device=device)
     bits, shortest_bits = (max(shape) - 1).bit_length(), (min(shape) - 1).bit_length()
-    leaf_bits = min(bits, max(2, shortest_bits - 2))  # few points outside the grid, few blocks
+    leaf_bits = min(bits, max(2, shortest_bits - 2))  # a compromise: few points outside the grid, and few blocks
     axes, flips = _blocks(shape, bits, leaf_bits, device)
     small = cube(len(shape), leaf_bits, device)
     numbers = torch.zeros((len(axes), small.shape[1]), dtype=torch.int64, device=device)
@@ -152,8 +151,8 @@ def grid(shape: tuple[int, ...], device: Device) -> Tensor:
 
 
 def _cells(coords: Tensor) -> tuple[Tensor, int]:
-    """Coordinates as cells (..., dims) of a cube of side ``2**bits``, the largest of each sample in its upper half."""
-    # Comparisons of unsigned and 8-bit floating-point types do not exist.
+    """Map coordinates to cells (..., dims) of a cube of side ``2**bits``, the largest of each sample to the upper half."""
+    # PyTorch has no comparisons for unsigned and 8-bit floating-point types.
     exact = coords.to(torch.float64 if coords.is_floating_point() else torch.int64)
     if coords.numel() == 0:
         return exact.to(torch.int64), 1
@@ -172,7 +171,7 @@ def _cells(coords: Tensor) -> tuple[Tensor, int]:
         last = 2**_FLOAT_BITS - 1
         scaled = (exact - low) / longest.masked_fill(longest == 0, 1.0) * last
         return scaled.to(torch.int64).clamp_(max=last), _FLOAT_BITS
-    # Each sample's own number of bits: its points are ordered as they would be alone.
+    # Each sample has its own number of bits, so that its order does not depend on the other samples.
     largest = exact.amax((-2, -1), keepdim=True)
     own_bits = torch.frexp(largest.to(torch.float64)).exponent.clamp(min=1)
     dims, bits = exact.shape[-1], int(own_bits.max())
@@ -185,7 +184,7 @@ def _cells(coords: Tensor) -> tuple[Tensor, int]:
     return exact << (bits - own_bits), bits
 
 
-# Operators, so that compilers see one opaque node: which blocks touch a grid and what is wrong with points depends on data.
+# These are operators so that compilers see one opaque node: the blocks of a grid and errors of points depend on data.
 # ``on`` is a tensor on the device of the result.
 
 

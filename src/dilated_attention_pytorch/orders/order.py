@@ -1,6 +1,7 @@
-"""Orders: bijections of the positions of a sequence. A pattern sees the ordered sequence, causality the original one.
+"""Orders: permutations of the positions of a sequence.
 
-Place ``a`` of the ordered sequence holds position ``positions[..., a]``; position ``i`` lies at place ``places[..., i]``.
+A pattern is applied to the ordered sequence, and causality compares original positions. Index ``a`` of the ordered sequence
+holds position ``positions[..., a]``, and position ``i`` is at index ``places[..., i]``.
 
 Shape letters: B batch, n positions.
 """
@@ -24,9 +25,9 @@ def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """``x`` with its rows along ``dim`` chosen by ``index`` (n,), or (B, n) for each sample (dimension 0)."""
     if index.dim() == 1:
         return x.index_select(dim, index)
-    # Always a new tensor: compiled by PyTorch 2.11, an autograd function that ends in a contiguous() that does nothing has
-    # gradients of 0.
-    if dim == 1:  # by rows
+    # The result is always a new tensor: if an autograd function ends in a contiguous() that returns its input, code that
+    # PyTorch 2.11 compiles has gradients of 0.
+    if dim == 1:
         return x[torch.arange(index.shape[0], device=index.device).unsqueeze(1), index]
     shape = [1] * x.dim()
     shape[0], shape[dim] = index.shape
@@ -35,7 +36,7 @@ def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
 
 
 class _Permute(torch.autograd.Function):
-    """The gradient of a permutation is its inverse: a gather as well, where autograd's own would add by index."""
+    """A permutation whose gradient is a gather by the inverse. Autograd's own gradient of a gather adds by index."""
 
     generate_vmap_rule = True
 
@@ -55,7 +56,7 @@ class _Permute(torch.autograd.Function):
 
 
 def check_dim(x: Tensor, dim: int) -> None:
-    """Raise if this is no tensor with such a dimension."""
+    """Raise if this is not a tensor with this dimension."""
     if not isinstance(x, Tensor):
         raise TypeError(f"the sequence must be a torch.Tensor, got {type(x).__name__}")
     if not -x.dim() <= dim < x.dim():
@@ -63,12 +64,12 @@ def check_dim(x: Tensor, dim: int) -> None:
 
 
 class Order:
-    """A bijection of the positions of a sequence, the same for all samples or one for each.
+    """A permutation of the positions of a sequence, one for all samples or one for each sample.
 
-    Make one by ``Hilbert.grid``, ``Hilbert.coordinates``, ``Hilbert.line``, ``Hilbert.segments``, ``ZigZag``, ``Striped``,
-    ``Identity`` or ``Order.from_permutation``. Orders are equal if they put the same positions in the same places.
+    Orders are made by ``Hilbert.grid``, ``Hilbert.coordinates``, ``Hilbert.line``, ``Hilbert.segments``, ``ZigZag``,
+    ``Striped``, ``Identity`` or ``Order.from_permutation``. Two orders are equal if their positions are equal.
 
-    A grid of 2 rows and 3 columns along a Hilbert curve, from the corner down, right, up, right and down again:
+    The example orders a grid of 2 rows and 3 columns along a Hilbert curve: down, right, up, right and down again.
 
     >>> order = Hilbert.grid(2, 3)
     >>> order.positions
@@ -91,15 +92,15 @@ class Order:
         if places is None:
             every = torch.arange(positions.shape[-1], device=positions.device).expand(positions.shape)
             places = torch.empty_like(positions).scatter_(-1, positions, every)
-        # Both directions at once: made when first needed, a tracer could leave one of its stand-ins here.
+        # Both directions are made now: a tracer that made one later could leave a fake tensor here.
         self._positions, self._places = positions, places
-        # "{}" stands for the size: written out here, compilers would make a program for each size.
+        # "{}" stands for the size. With the size itself, compilers would compile once for each size.
         self._description = description
         self._fingerprint: str | None = None
 
     @staticmethod
     def from_permutation(p: Tensor | Sequence[int], *, device: Device = None) -> Order:
-        """The order whose place ``a`` holds position ``p[..., a]``: (n,), or (B, n) with a permutation for each sample.
+        """The order with ``positions`` equal to ``p``: (n,), or (B, n) with a permutation for each sample.
 
         >>> Order.from_permutation([2, 0, 1]).permute(torch.tensor([10, 11, 12]), dim=0)
         tensor([12, 10, 11])
@@ -108,7 +109,7 @@ class Order:
         if given.numel() == 0:
             given = given.to(torch.int64)
         if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-            raise TypeError(f"a permutation is made of integers, got {given.dtype}; p.argsort() is one for any values")
+            raise TypeError(f"a permutation holds integers, got {given.dtype}; p.argsort() makes one of any values")
         if given.dim() not in (1, 2):
             raise ValueError(f"a permutation must be (n,) or (batch, n), got shape {tuple(given.shape)}")
         positions = given.to(torch.int64, copy=True)
@@ -130,17 +131,17 @@ class Order:
 
     @property
     def positions(self) -> Tensor:
-        """The position that each place holds: (n,) or (B, n), int64."""
+        """The position at each index of the ordered sequence: (n,) or (B, n), int64."""
         return self._positions
 
     @property
     def places(self) -> Tensor:
-        """The place of each position: (n,) or (B, n), int64."""
+        """The index of each position in the ordered sequence: (n,) or (B, n), int64."""
         return self._places
 
     @property
     def device(self) -> torch.device:
-        """Where the order lies."""
+        """The device of the order."""
         return self._positions.device
 
     @property
@@ -149,25 +150,25 @@ class Order:
         return Order(self._places, f"{self!r}.inverse", self._positions)
 
     def then(self, other: Order) -> Order:
-        """The order that applies this one and then ``other`` to the places it made.
+        """The order that applies this one, and then ``other`` to the ordered sequence.
 
-        >>> Hilbert.grid(2, 2).then(Striped(4, 2)).positions  # places 0, 2 and 1, 3 of the curve 0, 1, 3, 2
+        >>> Hilbert.grid(2, 2).then(Striped(4, 2)).positions  # entries 0, 2, 1 and 3 of the curve 0, 1, 3, 2
         tensor([0, 3, 1, 2])
         """
         if not isinstance(other, Order):
-            raise TypeError(f"an order is followed by an Order, got {type(other).__name__}")
+            raise TypeError(f"other must be an Order, got {type(other).__name__}")
         a, b = self._positions, other._positions
         if a.shape[-1] != b.shape[-1] or (a.dim() == b.dim() == 2 and a.shape[0] != b.shape[0]):
-            raise ValueError(f"orders follow one another over the same positions, got {_shape(a)} and {_shape(b)}")
+            raise ValueError(f"both orders must be over the same number of positions, got {_shape(a)} and {_shape(b)}")
         if a.device != b.device:
             raise ValueError(f"orders must be on one device, got {a.device} and {b.device}; use .to(device)")
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
         return Order(a.gather(-1, b), f"{self!r}.then({other!r})")
 
     def permute(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Put the positions of ``x`` along ``dim`` in order; a gather, and so is its gradient.
+        """Put the positions of ``x`` along ``dim`` in order. Both this and its gradient are gathers.
 
-        An order for each sample needs the samples in dimension 0.
+        If every sample has its own order, the samples must be in dimension 0.
         """
         return self._apply(x, dim, self._positions, self._places)
 
@@ -176,7 +177,7 @@ class Order:
         return self._apply(x, dim, self._places, self._positions)
 
     def take(self, x: Tensor, places: Tensor, dim: int = 1) -> Tensor:
-        """``permute(x)`` at these places (m,) alone, for example those of one rank's rows.
+        """The entries of ``permute(x)`` at these indices (m,), for example those of one rank's rows.
 
         >>> Order.from_permutation([2, 0, 1]).take(torch.tensor([10, 11, 12]), torch.tensor([1, 2]), dim=0)
         tensor([10, 11])
@@ -186,7 +187,7 @@ class Order:
 
     def _apply(self, x: Tensor, dim: int, index: Tensor, inverse: Tensor) -> Tensor:
         self._check(x, dim)
-        if not x.requires_grad:  # forward-mode derivatives, which an autograd function has not
+        if not x.requires_grad:  # supports forward-mode derivatives, which the autograd function does not
             return _gather(x, index, dim % x.dim())
         result: Tensor = _Permute.apply(x, index, inverse, dim % x.dim())  # type: ignore[no-untyped-call]
         return result
@@ -208,7 +209,7 @@ class Order:
 
     @property
     def fingerprint(self) -> str:
-        """A short text that equal orders have in common in every process: ranks compare it. Made once, on the host."""
+        """A short string that is the same for equal orders in every process, so that ranks can compare it."""
         if self._fingerprint is None:
             host = self._positions.cpu().contiguous()
             raw = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b""
@@ -217,7 +218,7 @@ class Order:
 
     def to(self, device: torch.device | str) -> Order:
         """The same order on another device."""
-        moved, device = copy.copy(self), torch.device(device)  # not a dtype, which Tensor.to takes as well
+        moved, device = copy.copy(self), torch.device(device)  # refuses a dtype, which Tensor.to would accept
         moved._positions, moved._places = self._positions.to(device), self._places.to(device)
         return moved
 
@@ -248,12 +249,12 @@ def _check_size(name: str, value: int, least: int = 0) -> None:
 
 
 def _on(device: Device) -> Tensor:
-    """An empty tensor where the order shall lie: the default device if None."""
+    """An empty tensor on the device of the order: the default device if None."""
     return torch.empty(0, device=device)
 
 
 class Identity(Order):
-    """Every position in its place."""
+    """The order that moves no position."""
 
     def __init__(self, n: int, *, device: Device = None) -> None:
         _check_size("n", n)
@@ -261,7 +262,7 @@ class Identity(Order):
 
 
 class ZigZag(Order):
-    """The rows of the ranks of a zigzag layout, rank by rank: each has an early and a late part of the sequence.
+    """The rows of a zigzag layout, rank by rank: each rank has an early and a late range of the sequence.
 
     >>> ZigZag(8, 2).positions  # rank 0: 0, 1, 6, 7
     tensor([0, 1, 6, 7, 2, 3, 4, 5])
@@ -271,13 +272,13 @@ class ZigZag(Order):
         _check_size("n", n)
         _check_size("world_size", world_size, least=1)
         lengths = [n // world_size + (rank < n % world_size) for rank in range(world_size)]
-        early, late, parts = 0, n, []
+        early, late, ranges = 0, n, []
         for length in lengths:
             half = (length + 1) // 2
-            parts.append(torch.arange(early, early + half, device=device))
-            parts.append(torch.arange(late - (length - half), late, device=device))
+            ranges.append(torch.arange(early, early + half, device=device))
+            ranges.append(torch.arange(late - (length - half), late, device=device))
             early, late = early + half, late - (length - half)
-        super().__init__(torch.cat(parts), f"ZigZag({n}, {world_size})")
+        super().__init__(torch.cat(ranges), f"ZigZag({n}, {world_size})")
 
 
 class Striped(Order):
@@ -290,12 +291,12 @@ class Striped(Order):
     def __init__(self, n: int, world_size: int, *, device: Device = None) -> None:
         _check_size("n", n)
         _check_size("world_size", world_size, least=1)
-        parts = [torch.arange(min(rank, n), n, world_size, device=device) for rank in range(world_size)]
-        super().__init__(torch.cat(parts), f"Striped({n}, {world_size})")
+        stripes = [torch.arange(min(rank, n), n, world_size, device=device) for rank in range(world_size)]
+        super().__init__(torch.cat(stripes), f"Striped({n}, {world_size})")
 
 
 class Hilbert(Order):
-    """Positions along a Hilbert curve, so that consecutive ones are close in space.
+    """The positions along a Hilbert curve, so that consecutive positions are close in space.
 
     >>> Hilbert.grid(4, 4).positions.tolist()
     [0, 4, 5, 1, 2, 3, 7, 6, 10, 11, 15, 14, 13, 9, 8, 12]
@@ -305,7 +306,7 @@ class Hilbert(Order):
     def grid(*shape: int, device: Device = None) -> Hilbert:
         """The row-major positions of a grid ``(height, width)`` or ``(depth, height, width)`` of any sizes.
 
-        The curve is that of the enclosing power of two; points outside the grid are left out.
+        The curve is that of the enclosing cube whose side is a power of two, without the points outside the grid.
         """
         if len(shape) not in (2, 3):
             raise ValueError(
@@ -315,18 +316,18 @@ class Hilbert(Order):
         for name, size in zip(("depth", "height", "width")[-len(shape) :], shape, strict=True):
             _check_size(name, size)
             if size > hilbert.LONGEST_SIDE:
-                raise ValueError(f"{name} must be at most 2**31, got {size}; Hilbert.line(n) lays a sequence on a square")
+                raise ValueError(f"{name} must be at most 2**31, got {size}; Hilbert.line(n) orders a sequence")
         return Hilbert(hilbert.grid_of(_on(device), shape), f"Hilbert.grid{shape}")
 
     @staticmethod
     def line(n: int, *, device: Device = None) -> Hilbert:
-        """A sequence laid row by row on the smallest square that holds it."""
+        """The sequence is written row by row into the smallest square that holds it, and read along the curve."""
         _check_size("n", n)
         return Hilbert(hilbert.line_of(_on(device), n), f"Hilbert.line({n})")
 
     @staticmethod
     def segments(n: int, length: int, *, device: Device = None) -> Hilbert:
-        """``Hilbert.line`` inside each segment of ``length`` positions, the last of which may be shorter.
+        """``Hilbert.line`` inside each segment of ``length`` positions. The last segment may be shorter.
 
         >>> Hilbert.segments(6, 4).positions
         tensor([0, 1, 3, 2, 4, 5])
@@ -335,7 +336,7 @@ class Hilbert(Order):
         _check_size("length", length, least=1)
         whole, on = n // length, _on(device)
         positions = whole * length + hilbert.line_of(on, n - whole * length)
-        if whole:  # a length beyond the sequence costs nothing
+        if whole:  # no curve is made for a length larger than the sequence
             starts = torch.arange(whole, device=device).unsqueeze(1) * length
             positions = torch.cat(((starts + hilbert.line_of(on, length)).flatten(), positions))
         return Hilbert(positions, f"Hilbert.segments({n}, {length})")
@@ -344,10 +345,10 @@ class Hilbert(Order):
     def coordinates(coords: Tensor, *, device: Device = None) -> Hilbert:
         """Points in space, (n, 2) or (n, 3), or (B, n, 2) or (B, n, 3) with an order for each sample.
 
-        Integer coordinates are cells of a grid whose side is the smallest power of two above the largest of them: all
-        points of a grid in row-major order give ``Hilbert.grid``. Floating-point ones are moved and scaled by the bounding
-        box of the sample, all axes by the same factor, so that its longest side has the cells 0 to 2**21 - 1. Points in one
-        cell stay in the order in which they come.
+        Integer coordinates are cells of a grid whose side is the smallest power of two above the largest coordinate. All
+        points of a grid in row-major order give ``Hilbert.grid``. Floating-point coordinates are shifted and scaled by the
+        bounding box of the sample, so that its longest side has the cells 0 to 2**21 - 1. All axes have the same scale.
+        Points in one cell keep their relative order.
 
         >>> Hilbert.coordinates(torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1], [0, 0]])).positions
         tensor([0, 4, 2, 3, 1])

@@ -1,4 +1,4 @@
-"""Block-sparse patterns: which blocks of positions meet. Frozen; hashable (those with a mask by identity)."""
+"""Block-sparse patterns: which blocks of positions meet. They are frozen and hashable; patterns with lists, by identity."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -40,7 +40,7 @@ def check_block_size(block_size: Any) -> None:
 
 
 def check_ratio(name: str, ratio: Any) -> None:
-    """Raise if this is no fraction of blocks."""
+    """Raise if this is not a fraction of blocks."""
     if isinstance(ratio, bool) or not isinstance(ratio, float | int) or not 0.0 < ratio <= 1.0:
         raise ValueError(f"{name} is the fraction of blocks computed, 0 < ratio <= 1, got {ratio!r}; 0.1 computes 10 %")
 
@@ -52,23 +52,26 @@ def _check_count(name: str, value: Any, least: int) -> None:
 
 @dataclass(frozen=True)
 class SparsePatternConfig:
-    """Which key blocks a query block reads, out of the ``v`` that it sees: ``max(1, ceil(sparsity_ratio * v))``.
+    """Which key blocks a query block reads: ``max(1, ceil(sparsity_ratio * v))`` of the ``v`` blocks that it sees.
 
-    Its own block always comes first. The others, where "nearest" means the earlier one of two at the same distance:
+    A query block always reads its own block. The pattern type decides which blocks it reads next. "Nearest" is by distance
+    in blocks; of two blocks at the same distance, the earlier one is nearer.
 
-    * ``"local_window"``: the nearest.
-    * ``"global_local"``: the blocks that hold the first ``global_tokens`` tokens, then the nearest. Query blocks among the
-      former see everything, whatever the ratio.
-    * ``"dilated_sparse"``: in turns over branches (``segment_lengths``, ``dilation_rates``), the nearest block of the same
-      segment at a multiple of the rate, counted in blocks (a segment is ``ceil(length / block_size)`` of them); when the
-      branches are used up, the nearest.
-    * ``"hierarchical"``: in turns over levels, the nearest: level 0 has every block within ``local_window_size`` tokens
-      (w = ``ceil(local_window_size / block_size)`` blocks, at least 2), level l those at distances from ``w * 2**(l-1)`` to
-      below ``w * 2**l`` that are multiples of ``2**l``; when the levels are used up, the nearest.
-    * ``"adaptive"``: the highest products of the mean query and the mean key of the blocks, for each sample and head. The
-      choice is not differentiated.
+    * ``"local_window"``: the nearest blocks.
+    * ``"global_local"``: the blocks that hold the first ``global_tokens`` tokens, then the nearest blocks. The query blocks
+      that hold those tokens read everything they see.
+    * ``"dilated_sparse"``: alternates over branches (``segment_lengths``, ``dilation_rates``). A branch has the blocks of
+      the same segment at multiples of the rate in blocks, nearest first. A segment has ``ceil(length / block_size)``
+      blocks. When no branch has blocks left, the nearest blocks follow.
+    * ``"hierarchical"``: alternates over levels, nearest blocks first. Level 0 has every block within ``local_window_size``
+      tokens, which is w = ``ceil(local_window_size / block_size)`` blocks, at least 2. Level l has the blocks at distances
+      from ``w * 2**(l-1)`` to below ``w * 2**l`` that are multiples of ``2**l``. When no level has blocks left, the nearest
+      blocks follow.
+    * ``"adaptive"``: for each sample and head, the blocks with the highest products of mean query and mean key. The choice
+      is not differentiated.
 
-    ``sparsity_ratio`` is the fraction of blocks **computed**, read as a fraction with a denominator of at most a million.
+    ``sparsity_ratio`` is the fraction of blocks **computed**. It is rounded to a fraction with a denominator of at most a
+    million.
 
     >>> SparsePatternConfig("local_window", 0.1).block_size
     128
@@ -81,6 +84,9 @@ class SparsePatternConfig:
     global_tokens: int = 64  # read by "global_local"
     segment_lengths: Sequence[int] = ()  # tokens, read by "dilated_sparse"
     dilation_rates: Sequence[int] = ()  # blocks, read by "dilated_sparse"
+    # The configuration as one string, for operator schemas; ``from_spec`` reads it. It is a field because compilers with
+    # dynamic shapes cannot format numbers.
+    spec: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.pattern_type not in PATTERN_TYPES:
@@ -105,12 +111,15 @@ class SparsePatternConfig:
         for name, reader in _READ_BY.items():
             if reader != self.pattern_type and getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
-                    f"{name} is read by {reader!r} alone, got {name}={getattr(self, name)} for {self.pattern_type!r}, "
+                    f"{name} is read by {reader!r} only, got {name}={getattr(self, name)} for {self.pattern_type!r}, "
                     "whose blocks follow from sparsity_ratio; leave it out"
                 )
+        lengths, rates = (",".join(map(str, x)) for x in (self.segment_lengths, self.dilation_rates))
+        sizes = f"{self.block_size}|{self.local_window_size}|{self.global_tokens}"
+        object.__setattr__(self, "spec", f"{self.pattern_type}|{self.sparsity_ratio!r}|{sizes}|{lengths}|{rates}")
 
     def check_complete(self) -> None:
-        """Raise if the pattern needs branches that are missing, or such as it cannot use."""
+        """Raise if the pattern needs branches and has none, or has branches that it cannot use."""
         if self.pattern_type != "dilated_sparse":
             return
         rates = sorted(self.dilation_rates)
@@ -127,15 +136,8 @@ class SparsePatternConfig:
 
     @property
     def ratio(self) -> Fraction:
-        """``sparsity_ratio`` as it is computed with."""
+        """``sparsity_ratio`` as an exact fraction, from which budgets are computed."""
         return Fraction(repr(self.sparsity_ratio)).limit_denominator(10**6)
-
-    @property
-    def spec(self) -> str:
-        """The configuration as one string, for operator schemas; ``from_spec`` reads it back."""
-        lengths, rates = (",".join(map(str, x)) for x in (self.segment_lengths, self.dilation_rates))
-        sizes = f"{self.block_size}|{self.local_window_size}|{self.global_tokens}"
-        return f"{self.pattern_type}|{self.sparsity_ratio!r}|{sizes}|{lengths}|{rates}"
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -148,13 +150,13 @@ class SparsePatternConfig:
     def rows(
         self, first: int, blocks: int, is_causal: bool, device: torch.device | None = None
     ) -> rules.Rows:  # fmt: skip
-        """The query blocks ``first .. blocks - 1`` with their budgets."""
+        """The query blocks ``first .. blocks - 1`` and their budgets."""
         return rules.Rows.of(self.ratio, first, blocks, is_causal, device)
 
     def lists(self, first: int, blocks: int, is_causal: bool, stop: int | None = None) -> BlockLists:
-        """The lists of the query blocks from ``first`` on of a sequence of so many blocks; not of ``"adaptive"``.
+        """The lists of the query blocks ``first .. stop - 1`` of a sequence of ``blocks`` blocks.
 
-        All of them, or those before ``stop``.
+        ``stop`` defaults to ``blocks``. An ``"adaptive"`` pattern has no lists, because its choice depends on the tensors.
 
         >>> SparsePatternConfig("local_window", 0.5).lists(2, 4, is_causal=True).indices.tolist()
         [1, 2, 2, 3]
@@ -165,7 +167,7 @@ class SparsePatternConfig:
         elif self.pattern_type == "global_local":
             runs = rules.global_local(rows, min(blocks, math.ceil(self.global_tokens / size)))
         elif self.pattern_type == "hierarchical":
-            # From blocks + 1 on, a window holds everything.
+            # A window of blocks + 1 or more holds the whole sequence.
             runs = rules.hierarchical(rows, max(2, min(blocks + 1, math.ceil(self.local_window_size / size))))
         else:
             assert self.pattern_type == "dilated_sparse"
@@ -177,11 +179,12 @@ class SparsePatternConfig:
 
 @dataclass(frozen=True)
 class BlockSparse:
-    """Block-sparse attention: blocks of ``block_size`` positions meet as a whole, the last block may be short.
+    """Block-sparse attention: of two blocks of ``block_size`` positions, all pairs meet or none.
 
-    Under ``is_causal``, blocks behind a query block are left out and its own block is causal inside. With an ``order`` as
-    well, blocks are of places and causality is of original positions: the lists are those of the call that is not causal,
-    and a row sees the listed keys whose original positions are not larger than its own.
+    The last block of a sequence may be shorter. With ``is_causal``, a query block does not read later blocks, and its own
+    block is causal inside. With an ``order`` as well, blocks are those of the ordered sequence, and causality compares
+    original positions. The lists are then those of the call that is not causal, and a row sees the listed keys whose
+    original positions are not larger than its own.
 
     >>> pattern = BlockSparse.from_config(SparsePatternConfig("local_window", 0.25, block_size=16))
     >>> BlockSparse.custom(torch.eye(4, dtype=torch.bool), block_size=64).block_size
@@ -191,8 +194,14 @@ class BlockSparse:
     config: SparsePatternConfig | None  # None if lists are given
     block_size: int
     given: BlockLists | None = None
-    given_causal: BlockLists | None = None
+    given_causal: BlockLists | None = None  # the lists of a causal call
     only_causal: bool = False  # the lists are those of a causal mask
+    # The configuration as one string, for operators. Given lists are passed to them as tensors.
+    spec: str = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        spec = f"mask|{self.block_size}" if self.config is None else self.config.spec
+        object.__setattr__(self, "spec", spec)
 
     @staticmethod
     def from_config(config: SparsePatternConfig) -> BlockSparse:
@@ -207,8 +216,8 @@ class BlockSparse:
         """The pattern of a boolean mask of blocks, (query blocks, key blocks) or (query heads, query blocks, key blocks).
 
         Block ``b`` holds the positions ``b * block_size`` and following, so a sequence of M positions has
-        ``ceil(M / block_size)`` key blocks. With fewer queries than keys, the mask has the query blocks that hold queries,
-        or all. A query block without a key block gives 0 (lse -inf).
+        ``ceil(M / block_size)`` key blocks. With fewer queries than keys, the mask has either the query blocks that hold
+        queries, or all of them. The result of a query block without a key block is 0 (lse -inf).
         """
         check_block_size(block_size)
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -220,7 +229,7 @@ class BlockSparse:
             )
         if mask.is_meta:
             raise ValueError(
-                "mask must have values, of which lists are made: got one on the meta device; make it on the CPU"
+                "mask must have values, from which lists are made: got one on the meta device; make it on the CPU"
             )
         return BlockSparse._of_mask(mask, block_size)
 
@@ -228,8 +237,8 @@ class BlockSparse:
     def from_flex(block_mask: BlockMask) -> BlockSparse:
         """The pattern of a FlexAttention ``BlockMask`` for as many queries as keys.
 
-        Taken are masks whose blocks are full, or full but for the blocks on the diagonal, which are then causal inside, all
-        of them: such a pattern needs ``is_causal=True``. Its ``mask_mod`` is evaluated on partial blocks to find out.
+        Every block must be full, or all blocks on the diagonal must be causal inside and all others full. A pattern with
+        causal blocks needs ``is_causal=True``. The ``mask_mod`` is evaluated on partial blocks to find out.
         """
         from dilated_attention_pytorch.patterns.flex import read_block_mask  # imports FlexAttention
 
@@ -240,7 +249,7 @@ class BlockSparse:
     @staticmethod
     def _of_mask(mask: Tensor, block_size: int, only_causal: bool = False) -> BlockSparse:
         lists = BlockLists.from_mask(mask, block_size)
-        # The rows of a mask with fewer of them are the last blocks.
+        # A mask with fewer query blocks than key blocks has the last query blocks.
         lists = BlockLists.packed(
             lists.counts, lists.indices, block_size, lists.key_blocks, lists.key_blocks - lists.query_blocks
         )
@@ -248,17 +257,12 @@ class BlockSparse:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the choice depends on the content."""
+        """Whether the choice of blocks depends on the tensors."""
         return self.config is not None and self.config.pattern_type == "adaptive"
 
     @property
-    def spec(self) -> str:
-        """The configuration as one string for operators, which get given lists as tensors beside it."""
-        return f"mask|{self.block_size}" if self.config is None else self.config.spec
-
-    @property
     def digest(self) -> str:
-        """The pattern as a short text that two processes can compare: masks by a hash."""
+        """The pattern as a short string, which ranks compare. Given lists are represented by a hash."""
         return _digest(self) if self.config is None else self.config.spec
 
     def check_call(self, batch: int, n: int, m: int, heads: int, *, is_causal: bool, packed: bool) -> None:
@@ -294,7 +298,7 @@ def _digest(pattern: BlockSparse) -> str:
         assert lists is not None
         shapes.append("x".join(map(str, (*lists.counts.shape, lists.key_blocks))))
         for x in (lists.counts.contiguous(), lists.starts.contiguous(), lists.indices.cpu()):
-            content.update(ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b"")  # NumPy may not be there
+            content.update(ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b"")  # works without NumPy
     which = " causal" if pattern.only_causal else ""
     return f"mask {shapes[0]} of blocks of {pattern.block_size}{which}, {content.hexdigest()[:16]}"
 

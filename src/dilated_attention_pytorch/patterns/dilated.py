@@ -1,7 +1,7 @@
-"""Patterns: which positions meet. Frozen, hashable, without torch, without a length, without a device.
+"""Dilated patterns: which positions meet. They are frozen and hashable, and independent of torch, length and device.
 
-Everything here is written with ``//``, ``%`` and comparisons only, so that a position may be a Python integer, a NumPy
-array or a torch tensor.
+All formulas use ``//``, ``%`` and comparisons only, so that a position may be a Python integer, a NumPy array or a torch
+tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-_MOST = 2**40  # more positions than any tensor has, few enough for 64-bit products with strides
+_MOST = 2**40  # more positions than any tensor has; products with strides fit 64 bits
 OFFSET_RULES = ("interleaved", "blocked")
 
 
@@ -30,15 +30,15 @@ def _integers(name: str, values: Any) -> tuple[int, ...]:
 class Dilated:
     """LongNet's dilated attention: branches ``(w, r)`` of segment length and dilation rate.
 
-    In a branch, key head ``g`` owns the rows ``i`` with ``(i mod w) mod r == o`` where ``o = offset(g, G, r)``, and two of
-    its rows meet if they lie in the same segment (``i // w == j // w``). The multiplicity of a pair is the number of
-    branches in which it meets; attention is one softmax over all pairs, weighted by it.
+    In a branch, key head ``g`` has the rows ``i`` with ``(i mod w) mod r == o``, where ``o = offset(g, G, r)``. Two of
+    these rows meet if they are in the same segment (``i // w == j // w``). The multiplicity of a pair is the number of
+    branches in which it meets. Attention is one softmax over all pairs, weighted by their multiplicity.
 
     ``offsets`` is ``"interleaved"`` (the paper: ``g mod r``), ``"blocked"`` (the authors' code: ``g // ceil(G / r)``) or
-    one integer per key head, taken modulo the rate of each branch.
+    one integer per key head. The integer is taken modulo the rate of each branch.
 
-    ``torchscale_padding=True`` adds to the softmax the zero keys that the authors' code pads segments with when it is not
-    causal. Their effect is computed; nothing is padded. It is meant for reproducing checkpoints trained with that code.
+    ``torchscale_padding=True`` reproduces checkpoints that were trained with the authors' code, which pads segments with
+    zero keys if it is not causal. Their effect on the softmax is computed; no tensor is padded.
 
     >>> pattern = Dilated([4, 8], [1, 2])
     >>> [pattern.multiplicity(2, j, key_head=0, key_heads=2) for j in range(8)]
@@ -125,23 +125,23 @@ class Dilated:
         return (i // w == j // w) & (i % w % r == o) & (j % w % r == o)
 
     def multiplicity(self, i: Any, j: Any, *, key_head: int, key_heads: int, is_causal: bool = False) -> Any:
-        """The number of branches in which ``i`` and ``j`` meet; with ``is_causal`` zero for ``j > i``."""
+        """The number of branches in which ``i`` and ``j`` meet. With ``is_causal``, it is 0 for ``j > i``."""
         count: Any = 0
         for branch in range(len(self.branches)):
             count = count + self.meets(branch, i, j, key_head=key_head, key_heads=key_heads) * 1
         return count * (j <= i) if is_causal else count
 
     def zero_keys(self, branch: int, i: Any, length: int, *, key_head: int, key_heads: int) -> Any:
-        """How many zero keys the authors' padding shows position ``i`` in one branch of a sequence of this length.
+        """The number of zero keys that position ``i`` sees in one branch of a sequence of this length.
 
-        With ``S = min(w, length)``, a segment holding ``n`` real rows is padded to ``ceil(S / r) * r`` rows; the head sees
-        those of its own offset.
+        The authors' code pads every segment to ``ceil(S / r) * r`` rows with ``S = min(w, length)``. A head sees the padded
+        rows at its own offset.
         """
         w, r = self.branches[branch]
         o = self.offset(key_head, key_heads, r)
         padded_rows = -(-min(w, length) // r)  # rows of this head after padding
         first = i // w * w
-        # the real rows of the segment: min(w, length - first), written so that i may be an array
+        # The real rows of the segment are min(w, length - first). This form also works for arrays.
         real = w - (first + w - length) * (first + w > length)
         own_rows = (real - o + r - 1) // r
         missing = padded_rows - own_rows * (own_rows > 0)

@@ -1,6 +1,6 @@
-"""Block lists: which key blocks each query block reads, as data. The irregular counterpart of tile families.
+"""Block lists: which key blocks each query block reads, as tensors.
 
-Shape letters: S lists per sample or 1, L lists per query head or 1, Q query blocks, K key blocks.
+Shape letters: S samples (1 if they share their lists), L query heads (1 if they share), Q query blocks, K key blocks.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from torch import Tensor
 
 
 def entries_of(counts: Tensor, starts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Of every entry of every list (lists,), in order: the number of its list and its place; ``total`` are all counts."""
+    """Return the list number and the index of every entry of every list, in order.
+
+    ``counts`` and ``starts`` are (lists,), and ``total`` is the sum of the counts.
+    """
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=total)
-    # Repeating and selecting take a third or half of the time of indexing.
+    # repeat_interleave and index_select take a third to half of the time of indexing.
     before = (starts - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=total)
     return rows, before.add_(torch.arange(total, device=counts.device))
 
 
 def transposed_entries(columns: Tensor, readers: Tensor, lists: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``(counts, starts, indices)`` of so many lists: list ``c`` has the readers of the entries of column ``c``, in order.
+    """Return ``(counts, starts, indices)``, where list ``c`` holds the readers of all entries of column ``c``, in order.
 
-    Without waiting for a device, and without atomic additions.
+    This needs neither a device synchronisation nor atomic additions.
     """
-    # Numbers of few bits are sorted faster: 40, 74 or 170 ms for 3 million entries of 16, 32 or 64 on a CPU.
+    # Short integers are sorted faster: a CPU takes 40, 74 or 170 ms for 3 million entries of 16, 32 or 64 bits.
     dtype = next(x for x in (torch.int16, torch.int32, torch.int64) if lists <= torch.iinfo(x).max)
     ordered, order = columns.to(dtype).sort(stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(lists + 1, dtype=dtype, device=columns.device))
@@ -33,10 +36,10 @@ def transposed_entries(columns: Tensor, readers: Tensor, lists: int) -> tuple[Te
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLists:
-    """For each sample (or all), query head (or all) and query block: its key blocks, ascending.
+    """The key blocks of each query block, ascending, for each sample and query head or for all.
 
-    The list of ``(s, l, q)`` is ``indices[starts[s, l, q] :][: counts[s, l, q]]``; its query block is number ``first + q``
-    of the sequence. Counts and starts stay on the host: by them tiles are formed without waiting for a device.
+    The list of ``(s, l, q)`` is ``indices[starts[s, l, q] :][: counts[s, l, q]]``. Its query block is number ``first + q``
+    of the sequence. Counts and starts are on the host, so that tiles are formed without a device synchronisation.
 
     >>> lists = BlockLists.from_mask(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool(), 64)
     >>> lists.counts.tolist(), lists.indices.tolist(), lists.starts.tolist()
@@ -74,18 +77,18 @@ class BlockLists:
         return self if self.indices.device == device else replace(self, indices=self.indices.to(device))
 
     def _entries(self) -> tuple[Tensor, Tensor]:
-        """Of every entry of every list, in order: the number of its list and its place in ``indices``."""
+        """Return the list number of every entry, in order, and its index in ``indices``."""
         return entries_of(self.counts.flatten(), self.starts.flatten(), int(self.counts.sum()))
 
     def below(self, bound_q: Tensor) -> BlockLists:
-        """Only the entries below a bound (Q,) per query block; lists ascend, so they only get shorter."""
+        """Keep the entries below a bound (Q,) per query block. Lists ascend, so only their counts change."""
         row, entry = self._entries()
         kept = self.indices.cpu()[entry] < bound_q.expand(self.counts.shape).flatten()[row]
         counts = torch.zeros(self.counts.numel(), dtype=torch.int64).index_add_(0, row, kept.to(torch.int64))
         return replace(self, counts=counts.view(self.counts.shape))
 
     def among(self, blocks: Tensor) -> BlockLists:
-        """Only the entries among these key blocks (ascending, on the host), numbered as in there, over packed lists.
+        """Keep the entries among these key blocks (ascending, on the host), and number them as in ``blocks``.
 
         >>> lists = BlockLists.from_mask(torch.tensor([[1, 0, 1], [1, 1, 0]]).bool(), 64).among(torch.tensor([1, 2]))
         >>> lists.counts.tolist(), lists.indices.tolist()
@@ -101,16 +104,16 @@ class BlockLists:
         return BlockLists.packed(counts.view(self.counts.shape), indices, self.block_size, len(blocks))
 
     def causal(self) -> BlockLists:
-        """Without the key blocks behind the query block."""
+        """Drop the key blocks after the query block."""
         return self.below(self.first + torch.arange(self.query_blocks) + 1)
 
     def part(self, first: int, key_blocks: int) -> BlockLists:
         """The lists of the query blocks ``first .. key_blocks - 1`` over the first ``key_blocks`` key blocks."""
-        some = self.rows(first, key_blocks)
+        lists = self.rows(first, key_blocks)
         if key_blocks == self.key_blocks:
-            return some
-        bound = torch.full((some.query_blocks,), key_blocks)
-        return replace(some.below(bound), key_blocks=key_blocks)
+            return lists
+        bound = torch.full((lists.query_blocks,), key_blocks)
+        return replace(lists.below(bound), key_blocks=key_blocks)
 
     def rows(self, first: int, stop: int) -> BlockLists:
         """The lists of the query blocks ``first .. stop - 1``."""
@@ -118,19 +121,19 @@ class BlockLists:
         return replace(self, counts=self.counts[..., rows], starts=self.starts[..., rows], first=first)
 
     def of_samples(self, samples: slice) -> BlockLists:
-        """The lists of some samples."""
+        """The lists of these samples."""
         if self.counts.shape[0] == 1:
             return self
         return replace(self, counts=self.counts[samples], starts=self.starts[samples])
 
     def of_heads(self, heads: slice) -> BlockLists:
-        """The lists of some query heads."""
+        """The lists of these query heads."""
         if self.counts.shape[1] == 1:
             return self
         return replace(self, counts=self.counts[:, heads], starts=self.starts[:, heads])
 
     def named(self) -> Tensor:
-        """Boolean (K,), on the host: which key blocks any list has."""
+        """Return which key blocks are in any list: boolean (K,), on the host."""
         _, entry = self._entries()
         named = torch.zeros(self.key_blocks, dtype=torch.bool)
         named[self.indices.cpu()[entry].long()] = True
@@ -145,16 +148,17 @@ class BlockLists:
         return table.view(*self.counts.shape, self.key_blocks)
 
     def pairs(self, positions: range, length: int, is_causal: bool) -> int:
-        """The query-key pairs of all lists, for queries at these positions of a sequence of so many.
+        """Count the query-key pairs of all lists, for queries at these positions of a sequence of this length.
 
-        Blocks of 4 and 6 positions: rows 0 to 3 see 4 keys, rows 4 and 5 all 6; if causal, 1, 2, 3, 4, 5 and 6.
+        In the example, 6 positions are in blocks of 4: rows 0 to 3 see 4 keys, and rows 4 and 5 see 6. If causal, row ``i``
+        sees ``i + 1`` keys.
 
         >>> lists = BlockLists.from_mask(torch.tensor([[1, 0], [1, 1]]).bool(), 4)
         >>> lists.pairs(range(6), 6, is_causal=False), lists.pairs(range(6), 6, is_causal=True)
         (28, 21)
         """
         size, block = self.block_size, self.first + torch.arange(self.query_blocks)
-        # Rows of each query block, counted from its start.
+        # The first and last row of each query block, counted from the start of the block.
         begin, end = (positions.start - block * size).clamp(min=0), (positions.stop - block * size).clamp(max=size)
         row, entry = self._entries()
         row, key_block = row % max(1, self.query_blocks), self.indices.cpu()[entry]
@@ -165,9 +169,9 @@ class BlockLists:
         return int(pairs.sum())
 
     def transposed(self) -> BlockLists:
-        """For each key block the query blocks that read it, ascending: what sums of dk and dv go by.
+        """The query blocks that read each key block, ascending. The gradients of key and value are sums over them.
 
-        Query blocks are numbered as in ``first + q``.
+        A query block has the number ``first + q``.
 
         >>> lists = BlockLists.from_mask(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool(), 64).transposed()
         >>> lists.counts.tolist(), lists.indices.tolist()

@@ -1,10 +1,10 @@
 """The rules by which block-sparse patterns choose key blocks: vectorised over query blocks, in closed form.
 
-Letters: n key blocks of the sequence, i a query block, v the key blocks it sees (all n, or i + 1 if causal), c its budget:
-``max(1, ceil(ratio * v))``. Every rule takes the block itself first. "Nearest first" means by distance, the earlier one of
-two at the same distance; a side that ends leaves its turns to the other one.
+Letters: n key blocks of the sequence, i a query block, v the key blocks that it sees (all n, or i + 1 if causal), c its
+budget ``max(1, ceil(ratio * v))``. Every rule takes the block itself first. "Nearest first" is by distance; of two blocks
+at the same distance, the earlier one comes first. When one side has no blocks left, the other side supplies all.
 
-A list is a few runs, each an arithmetic progression of blocks. No table of n x n blocks is made.
+A list consists of a few runs, each an arithmetic progression of blocks. No table of n x n blocks is made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The query blocks whose lists are made, each entry a vector (Q,)."""
+    """The query blocks whose lists are made; every tensor is (Q,)."""
 
     i: Tensor
     visible: Tensor
@@ -33,7 +33,7 @@ class Rows:
         """The query blocks ``first .. blocks - 1``."""
         i = torch.arange(first, blocks, dtype=torch.int32, device=device)
         visible = i + 1 if is_causal else torch.full_like(i, blocks)
-        # in integers: 0.07 * 100 is more than 7 in floating point
+        # Integer arithmetic is exact; in floating point, 0.07 * 100 is more than 7.
         budget = -(-visible.long() * ratio.numerator // ratio.denominator)
         return Rows(i, visible, budget.clamp_(min=1).to(torch.int32), blocks)
 
@@ -41,18 +41,18 @@ class Rows:
         return Rows(self.i[rows], self.visible[rows], self.budget[rows], self.blocks)
 
     def to(self, device: torch.device) -> Rows:
-        """The same on a device."""
+        """The same query blocks on a device."""
         return Rows(self.i.to(device), self.visible.to(device), self.budget.to(device), self.blocks)
 
     @property
     def right(self) -> Tensor:
-        """How many visible blocks lie behind."""
+        """How many visible blocks come after the query block."""
         return self.visible - 1 - self.i
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``count`` blocks from ``start`` on in steps of ``stride``, for every query block: vectors (Q,)."""
+    """For every query block, ``count`` blocks from ``start`` on in steps of ``stride``. The tensors are (Q,)."""
 
     start: Tensor
     count: Tensor
@@ -60,19 +60,19 @@ class Run:
 
     @staticmethod
     def joined(runs: tuple[Run, ...]) -> Run:
-        """The run of several ranges of query blocks."""
+        """Concatenate the runs of consecutive ranges of query blocks."""
         return Run(torch.cat([x.start for x in runs]), torch.cat([x.count for x in runs]), runs[0].stride)
 
 
 def _sides(turns: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of ``turns`` blocks, nearest first, lie left and right, where so many are there."""
+    """Split ``turns`` blocks, nearest first, into those before and after, given how many exist on each side."""
     turns = torch.minimum(turns, left + right)
     taken = torch.minimum(left, torch.maximum((turns + 1) >> 1, turns - right))
     return taken, turns - taken
 
 
 def local_window(rows: Rows) -> list[Run]:
-    """The c nearest blocks: a window around i, moved into bounds.
+    """The c nearest blocks: a window around i, shifted to stay inside the sequence.
 
     >>> [x.tolist() for x in _lists(local_window, Fraction(1, 2), 6)]
     [[0, 1, 2], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [3, 4, 5]]
@@ -82,9 +82,9 @@ def local_window(rows: Rows) -> list[Run]:
 
 
 def global_local(rows: Rows, global_blocks: int) -> list[Run]:
-    """The block itself, the first blocks of the sequence (earliest first), then the nearest of the rest.
+    """The block itself, the first blocks of the sequence (earliest first), then the nearest of the remaining blocks.
 
-    The ``global_blocks`` first query blocks see everything that is visible: the one exception to the budget.
+    The first ``global_blocks`` query blocks read everything that is visible. They are the only exception to the budget.
 
     >>> [x.tolist() for x in _lists(lambda rows: global_local(rows, 1), Fraction(1, 2), 6)]
     [[0, 1, 2, 3, 4, 5], [0, 1, 2], [0, 1, 2], [0, 2, 3], [0, 3, 4], [0, 4, 5]]
@@ -98,7 +98,7 @@ def global_local(rows: Rows, global_blocks: int) -> list[Run]:
 
 @dataclass(frozen=True, slots=True)
 class Comb:
-    """Candidates at multiples of ``rate`` blocks, farther than ``inner``: so many to the left and right, vectors (Q,)."""
+    """Candidates at multiples of ``rate`` blocks beyond the distance ``inner``: their numbers before and after, (Q,)."""
 
     rate: int
     inner: int
@@ -110,16 +110,17 @@ class Comb:
 
 
 def dilated_sparse(rows: Rows, branches: tuple[tuple[int, int], ...]) -> list[Run]:
-    """In turns over the branches (segment W, rate r), both in blocks, in the order given.
+    """Alternate over the branches (segment W, rate r), both in blocks, in the order given.
 
     The candidates of a branch are the blocks j of the same segment (``j // W == i // W``) with ``(j - i) % r == 0``,
-    nearest first. In turn t each branch takes its t-th candidate; one that is taken already costs nothing. When no branch
-    has a candidate left, the nearest blocks of the rest follow. Sorted rates divide one another.
+    nearest first. In turn t, each branch takes its t-th candidate. A candidate that another branch has taken does not count
+    against the budget. When no branch has candidates left, the nearest of the remaining blocks follow. The sorted rates
+    must divide one another.
 
     >>> [x.tolist() for x in _lists(lambda rows: dilated_sparse(rows, ((2, 1), (8, 2))), Fraction(1, 2), 8)][:4]
     [[0, 1, 2, 4], [0, 1, 3, 5], [0, 2, 3, 4], [1, 2, 3, 5]]
     """
-    # Beyond the sequence a rate leaves only the own block, which a row has anyway.
+    # A rate larger than the sequence reaches only the query block itself, which is taken in any case.
     reaching = [(segment, rate) for segment, rate in branches if rate < rows.blocks]
     combs = []
     for segment, rate in reaching or [(rows.blocks, rows.blocks)]:
@@ -130,12 +131,12 @@ def dilated_sparse(rows: Rows, branches: tuple[tuple[int, int], ...]) -> list[Ru
 
 
 def hierarchical(rows: Rows, window: int) -> list[Run]:
-    """In turns over levels of doubling distance and stride, the inner level first.
+    """Alternate over levels of doubling distance and stride, the inner level first.
 
-    Level 0 is every block at a distance below ``window`` blocks, level l > 0 every block at a distance from
-    ``window * 2**(l - 1)`` to below ``window * 2**l`` that is a multiple of ``2**l``. In turn t each level takes its t-th
-    block, nearest first. When no level has one left, the nearest blocks of the rest follow. ``window`` is at least 2: with
-    1, levels would be empty.
+    Level 0 has every block at a distance below ``window`` blocks. Level l > 0 has every block at a distance from
+    ``window * 2**(l - 1)`` to below ``window * 2**l`` that is a multiple of ``2**l``. In turn t, each level takes its t-th
+    block, nearest first. When no level has blocks left, the nearest of the remaining blocks follow. ``window`` is at least
+    2, because levels would be empty with 1.
 
     >>> [x.tolist() for x in _lists(lambda rows: hierarchical(rows, 2), Fraction(1, 4), 16)][::8]
     [[0, 1, 2, 4], [4, 6, 7, 8]]
@@ -149,12 +150,12 @@ def hierarchical(rows: Rows, window: int) -> list[Run]:
     return _in_turns(rows, combs)
 
 
-# Elements of a vector operation: larger ones are shared between threads, which costs more here than it gives.
+# Elements of one vector operation. PyTorch splits larger ones over threads, which is slower here.
 _AT_A_TIME = 2**16
 
 
 def _in_turns(rows: Rows, combs: list[Comb]) -> list[Run]:
-    """Take blocks from combs in turns, then from the window of all blocks, until the budgets are used up."""
+    """Take blocks alternately from the combs, then from the window of all blocks, until the budgets are reached."""
     size = max(1, _AT_A_TIME // len(combs))
     starts = range(0, max(1, len(rows.i)), size)
     taken = [_take_in_turns(rows[x : x + size], [comb[x : x + size] for comb in combs]) for x in starts]
@@ -162,10 +163,11 @@ def _in_turns(rows: Rows, combs: list[Comb]) -> list[Run]:
 
 
 def _take_in_turns(rows: Rows, combs: list[Comb]) -> list[Run]:
-    """The blocks taken from a comb after t turns are its t nearest, so the choice is a union of combs of known reach.
+    """Choose the blocks of all query blocks at once.
 
-    Their rates divide one another: what a finer comb reaches holds all blocks that a coarser one has there. So the blocks
-    of a union are counted by reach alone, and the number of turns is found by bisection.
+    After t turns, a comb has given its t nearest blocks, so the choice is a union of combs of known reach. The rates divide
+    one another: within the reach of a finer comb, it contains all blocks of a coarser one. The size of a union therefore
+    follows from the reaches, and bisection finds the number of turns.
     """
     order = sorted(range(len(combs)), key=lambda x: combs[x].rate)
     combs = [combs[x] for x in order]
@@ -178,7 +180,7 @@ def _take_in_turns(rows: Rows, combs: list[Comb]) -> list[Run]:
     all_turns = (left + right).amax(0) * len(combs)
 
     def side(taken: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
-        """(combs, Q) on one side: how many blocks a comb adds to finer ones and the window, and behind which distance."""
+        """How many blocks a comb adds on one side to finer combs and the window, and beyond which distance: (combs, Q)."""
         seen = torch.maximum(window, inner)
         if not disjoint:
             reach = (skipped + taken) * rate
@@ -193,12 +195,12 @@ def _take_in_turns(rows: Rows, combs: list[Comb]) -> list[Run]:
         return 1 + sides[0] + sides[1]
 
     def state(step: Tensor) -> tuple[Tensor, Tensor]:
-        """Turns of each comb, and blocks of the window, after so many steps: one comb takes one block in each."""
+        """The turns of each comb and the blocks of the window after this many steps. In a step, one comb takes a block."""
         in_turns = torch.minimum(step, all_turns)
         turns = in_turns // len(combs)
         return turns + (turn_of < in_turns - turns * len(combs)), (step - all_turns).clamp_(min=0)
 
-    # A step takes one block at most. A turn of the longest comb takes one at least, and so does a step of the window.
+    # A step takes at most one block. A turn of the longest comb takes at least one, and so does a step of the window.
     low, high = rows.budget - 1, (rows.budget - 1) * len(combs)
     high = torch.where(high <= all_turns, high, all_turns + rows.budget - 1)
     for _ in range(int((high - low).max()).bit_length() if high.numel() else 0):
@@ -216,14 +218,14 @@ def _take_in_turns(rows: Rows, combs: list[Comb]) -> list[Run]:
 
 
 def expand(runs: list[Run]) -> tuple[Tensor, Tensor]:
-    """``(counts (Q,), indices)`` of lists that are these runs one after the other."""
+    """Return counts (Q,) and indices of the lists that concatenate these runs."""
     counts = torch.stack([run.count for run in runs]).sum(0)
     runs = [run for run in runs if bool(run.count.any())] or runs[:1]
     start, count = (torch.stack(x, 1).flatten() for x in zip(*((run.start, run.count) for run in runs), strict=True))
     stride = torch.tensor([run.stride for run in runs], dtype=torch.int32).repeat(len(counts))
     taken = count.nonzero().squeeze(1)
     start, count, stride = (x.index_select(0, taken) for x in (start, count, stride))
-    # Running sums of steps: the stride inside a run, a jump at its start.
+    # The indices are running sums of steps: the stride inside a run, and a jump at its start.
     if bool((stride > 1).any()):
         steps = torch.repeat_interleave(stride, count)
     else:
@@ -234,6 +236,6 @@ def expand(runs: list[Run]) -> tuple[Tensor, Tensor]:
 
 
 def _lists(rule: Callable[[Rows], list[Run]], ratio: Fraction, blocks: int) -> tuple[Tensor, ...]:
-    """The lists of a rule, not causal, for examples."""
+    """The lists of a rule that is not causal, for the examples above."""
     counts, indices = expand(rule(Rows.of(ratio, 0, blocks, False)))
     return torch.split(indices, counts.tolist())

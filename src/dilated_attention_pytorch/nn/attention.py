@@ -1,0 +1,286 @@
+"""Attention with a fixed pattern and fixed options, as modules without parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
+
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.api import attention
+from dilated_attention_pytorch.call import AttentionOptions, Sharding, as_sharding, check_options
+from dilated_attention_pytorch.checks import check_inputs, check_pattern
+from dilated_attention_pytorch.orders.order import Order
+from dilated_attention_pytorch.patterns.blocks import BlockSparse, SparsePatternConfig
+from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.patterns.tiers import DistributedSparseConfig
+from dilated_attention_pytorch.shards import Shards
+from dilated_attention_pytorch.values import Inputs
+
+if TYPE_CHECKING:  # a process without a group never imports torch.distributed
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+class ModuleOptions(TypedDict, total=False):
+    """The keyword arguments of ``Attention``, which documents them."""
+
+    scale: float | None
+    dropout_p: float
+    mixing_gradient: str
+    backend: str
+    order: Order | None
+    ordered: bool | None
+    group: ProcessGroup | DeviceMesh | Sharding | None
+    layout: str | Shards | None
+
+
+class Attention(nn.Module):
+    """``attention`` with a fixed pattern and fixed options. The module has no parameters and an empty state.
+
+    Args:
+        pattern: a ``Dilated`` or a ``BlockSparse``. With ``group``, it may also be a ``DistributedSparseConfig``: each
+            call then computes its pattern from the shards of the ranks.
+        scale, mixing_gradient, backend: see ``attention``.
+        dropout_p: see ``attention``. Dropout is active in training mode only.
+        order, ordered: see ``attention``. An order fixes the length of the sequence. It moves with the module to another
+            device, and it is not in the state dict.
+        group, layout: see ``attention``. With ``group``, tensors hold the rows of this rank, and ``lengths`` and
+            ``cu_seqlens`` count positions of the whole sequence. ``Sharding(None)`` means all ranks of the job.
+
+    >>> import torch
+    >>> attend = Attention(Dilated([256, 512], [1, 2]))
+    >>> attend(torch.randn(1, 1000, 8, 64), is_causal=True).shape
+    torch.Size([1, 1000, 8, 64])
+    """
+
+    def __init__(
+        self,
+        pattern: Dilated | BlockSparse | DistributedSparseConfig,
+        *,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        mixing_gradient: str = "exact",
+        backend: str = "auto",
+        order: Order | None = None,
+        ordered: bool | None = None,
+        group: ProcessGroup | DeviceMesh | Sharding | None = None,
+        layout: str | Shards | None = None,
+    ) -> None:
+        super().__init__()
+        self.sharding = as_sharding(group, layout)
+        options = AttentionOptions(
+            scale=scale, dropout_p=dropout_p, mixing_gradient=mixing_gradient, backend=backend, order=order,
+            ordered=ordered, group=self.sharding,
+        )  # fmt: skip
+        check_options(options)
+        if isinstance(pattern, DistributedSparseConfig):
+            if self.sharding is None:
+                raise ValueError(
+                    "the pattern of a DistributedSparseConfig follows from the shards of the ranks: pass group, or "
+                    "pattern=config.pattern(shards) on one device"
+                )
+        else:
+            check_pattern(pattern)
+            if self.sharding is not None:
+                self.sharding.check_pattern(pattern)
+        self.pattern = pattern
+        self.scale = scale
+        self.dropout_p = dropout_p
+        self.mixing_gradient = mixing_gradient
+        self.backend = backend
+        self.order = order
+        self.ordered = ordered
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Attend (B, N, H, D) over (B, M, G, D) and return (B, N, H, D).
+
+        ``key`` defaults to ``query`` and ``value`` to ``key``. See ``attention`` for the other arguments.
+        """
+        inputs = self.report_errors(self._inputs, query, key, value)
+        sharding = self._sharding_of_call()
+        out: Tensor = attention(
+            *inputs, self._pattern_of_call(inputs.key, sharding), is_causal=is_causal, scale=self.scale,
+            dropout_p=self.dropout_p if self.training else 0.0, lengths=lengths, cu_seqlens=cu_seqlens,
+            mixing_gradient=self.mixing_gradient, backend=self.backend, order=self.order, ordered=self.ordered,
+            group=sharding,
+        )  # fmt: skip
+        return out
+
+    def report_errors(self, prepare: Callable[..., T], *arguments: Any) -> T:
+        """Return ``prepare(*arguments)``. If it raises on a rank, the other ranks raise as well instead of waiting for it.
+
+        The function runs before the ranks compare their arguments. PyTorch raises a RuntimeError if a projection does not
+        fit its input.
+        """
+        if self.sharding is None:
+            return prepare(*arguments)
+        try:
+            return prepare(*arguments)
+        except (ValueError, TypeError, RuntimeError) as mistake:
+            from dilated_attention_pytorch.distributed.agreement import refuse  # imports torch.distributed
+
+            refuse(self._sharding_of_call(), mistake)
+            raise
+
+    def _inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> Inputs:
+        if key is None and value is not None:
+            raise ValueError("got value without key: pass both, or neither to attend over the queries")
+        key = query if key is None else key
+        inputs = Inputs(query, key, key if value is None else value)
+        if isinstance(self.pattern, DistributedSparseConfig):  # the shape of key is read before ``attention`` checks it
+            check_inputs(*inputs)
+        return inputs
+
+    def _sharding_of_call(self) -> Sharding | None:
+        """The sharding, over all ranks of the job if it has no group."""
+        if self.sharding is None or self.sharding.group is not None:
+            return self.sharding
+        import torch.distributed as dist
+
+        if dist.group.WORLD is None:
+            raise RuntimeError(
+                "a sequence that is sharded over ranks needs a process group: start with torchrun and call "
+                "torch.distributed.init_process_group(), or use DilatedAttention or BlockSparseRingDilatedAttention on one "
+                "device"
+            )
+        return replace(self.sharding, group=dist.group.WORLD)
+
+    def _pattern_of_call(self, key: Tensor, sharding: Sharding | None) -> Dilated | BlockSparse:
+        """The pattern. A ``DistributedSparseConfig`` gives it for the shards, whose lengths the ranks exchange."""
+        if not isinstance(self.pattern, DistributedSparseConfig):
+            return self.pattern
+        from dilated_attention_pytorch.distributed.agreement import shards_of_call  # imports torch.distributed
+
+        assert sharding is not None
+        shards = shards_of_call(sharding, key.shape[1])
+        return self.pattern.pattern(shards, token_bytes=2 * key.shape[2] * key.shape[3] * key.element_size())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.order is not None:
+            self.order = self.order.to(fn(self.order.positions).device)
+        return self
+
+    def extra_repr(self) -> str:
+        """The pattern and the options, for ``print(module)``."""
+        pattern: Any = self.pattern
+        if isinstance(pattern, BlockSparse):
+            pattern = pattern.digest if pattern.config is None else pattern.config
+        options = {
+            "scale": self.scale, "dropout_p": self.dropout_p, "mixing_gradient": self.mixing_gradient,
+            "backend": self.backend, "order": self.order, "ordered": self.ordered, "group": self.sharding,
+        }  # fmt: skip
+        return ", ".join([str(pattern), *(f"{name}={x!r}" for name, x in options.items() if x is not None)])
+
+
+class DilatedAttention(Attention):
+    """``Attention`` with the pattern ``Dilated(segment_lengths, dilation_rates, offsets, torchscale_padding)``.
+
+    >>> import torch
+    >>> attend = DilatedAttention(segment_lengths=[256, 512], dilation_rates=[1, 2])
+    >>> q, k, v = torch.randn(3, 1, 1000, 8, 64).unbind(0)
+    >>> attend(q, k, v, is_causal=True).shape
+    torch.Size([1, 1000, 8, 64])
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        offsets: str | Sequence[int] = "interleaved",
+        torchscale_padding: bool = False,
+        **options: Unpack[ModuleOptions],
+    ) -> None:
+        super().__init__(Dilated(segment_lengths, dilation_rates, offsets, torchscale_padding), **options)
+
+
+class RingDilatedAttention(Attention):
+    """``DilatedAttention`` over a sharded sequence: every rank passes its own rows and gets their results.
+
+    The default of ``group`` is all ranks of the job. The first rank of the group draws the seed of dropout.
+
+    With ``order``, the tensors are this rank's rows of the ordered sequence:
+    ``distributed.shard_sequence(..., order=order)`` makes them.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        offsets: str | Sequence[int] = "interleaved",
+        **options: Unpack[ModuleOptions],
+    ) -> None:
+        options["group"] = sharding_or_all_ranks(options.get("group"), options.pop("layout", None))
+        super().__init__(Dilated(segment_lengths, dilation_rates, offsets), **options)
+
+
+class BlockSparseRingDilatedAttention(Attention):
+    """``Attention`` with the pattern ``BlockSparse.from_config(sparse_config)``.
+
+    Args:
+        segment_lengths, dilation_rates: the branches of the pattern type ``"dilated_sparse"``, in tokens and in blocks.
+            Other pattern types have no branches and refuse them.
+        sparse_config: the pattern. The default is ``"dilated_sparse"`` with a tenth of the blocks.
+        options: see ``Attention``.
+
+    >>> import torch
+    >>> config = SparsePatternConfig("dilated_sparse", sparsity_ratio=0.5, block_size=64)
+    >>> attend = BlockSparseRingDilatedAttention([256, 512], [1, 2], config)
+    >>> attend(torch.randn(1, 1000, 8, 64)).shape
+    torch.Size([1, 1000, 8, 64])
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        sparse_config: SparsePatternConfig | None = None,
+        **options: Unpack[ModuleOptions],
+    ) -> None:
+        config = SparsePatternConfig("dilated_sparse", 0.1) if sparse_config is None else sparse_config
+        if not isinstance(config, SparsePatternConfig):
+            raise TypeError(f"sparse_config must be a SparsePatternConfig, got {type(config).__name__}")
+        if segment_lengths is not None or dilation_rates is not None:
+            config = _with_branches(config, segment_lengths or (), dilation_rates or ())
+        super().__init__(BlockSparse.from_config(config), **options)
+
+
+def _with_branches(config: SparsePatternConfig, lengths: Sequence[int], rates: Sequence[int]) -> SparsePatternConfig:
+    branches = Dilated(lengths, rates)
+    if config.pattern_type != "dilated_sparse":
+        raise ValueError(
+            f"segment_lengths and dilation_rates are read by 'dilated_sparse' only, got {branches.branches} for "
+            f"{config.pattern_type!r}; leave them out: BlockSparseRingDilatedAttention(sparse_config=config)"
+        )
+    given = Dilated(config.segment_lengths, config.dilation_rates) if config.segment_lengths else branches
+    if given != branches:
+        raise ValueError(
+            f"sparse_config has the branches {given.branches}, the module {branches.branches}; leave out one of them"
+        )
+    return replace(config, segment_lengths=branches.segment_lengths, dilation_rates=branches.dilation_rates)
+
+
+def sharding_or_all_ranks(
+    group: ProcessGroup | DeviceMesh | Sharding | None, layout: str | Shards | None
+) -> Sharding:  # fmt: skip
+    """The sharding that a module's arguments describe; the default group is all ranks of the job."""
+    if group is None:
+        return Sharding(None, "contiguous" if layout is None else layout)
+    sharding = as_sharding(group, layout)
+    assert sharding is not None
+    return sharding
