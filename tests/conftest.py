@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+import ranks
 
 # Triton reads this when a kernel is defined; on a GPU its kernels are compiled.
 if not torch.cuda.is_available():
@@ -38,20 +39,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Fill memory from ``torch.empty`` with NaN, so that an element nobody wrote shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 @pytest.fixture(autouse=True)
-def _poison_and_seed() -> Iterator[None]:
-    torch.manual_seed(0)
-    with poisoned():
+def _fresh() -> Iterator[None]:
+    with ranks.fresh():
         yield
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[ranks.Pool]:
+    with ranks.Pool() as pool:
+        yield pool
+
+
+@pytest.fixture
+def on_ranks(rank_pool: ranks.Pool) -> Callable[..., None]:
+    """Run a function in every rank of a group, in processes that live as long as the test run. See support/ranks.py."""
+    return rank_pool.run

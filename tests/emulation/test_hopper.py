@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oracle
-import ranks
 from dilated_attention_pytorch import BlockSparse, Dilated, attention
 
 pytestmark = [
@@ -195,13 +194,11 @@ def test_any_problem(data, install):
         assert error < 2e-6 * (size + float(x[3].norm())), f"{name}: {error}"
 
 
-def on_two_ranks(rank, store):
+def check_own_rows(group, is_causal: bool) -> None:
     import gluon_on_cpu
     from dilated_attention_pytorch.backends.hopper import configs, run
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    pattern, own = Dilated([96, 400], [1, 4]), slice(0, 240) if rank == 0 else slice(240, 400)
+    pattern, own = Dilated([96, 400], [1, 4]), slice(0, 240) if dist.get_rank() == 0 else slice(240, 400)
     whole = torch.randn(4, 2, 400, 4, 64, generator=torch.Generator().manual_seed(0))
 
     def gradients(*tensors, **options):
@@ -212,20 +209,19 @@ def on_two_ranks(rank, store):
     with pytest.MonkeyPatch.context() as patch:
         launched = gluon_on_cpu.installed(patch, programs=2, element="bfloat16")
         patch.setattr(run, "joint_config", lambda _, head_dim: configs.configs(head_dim).joint)
-        for is_causal in (False, True):
-            exact = gradients(*whole.double(), backend="reference", is_causal=is_causal)
-            options = {"group": dist.group.WORLD, "transport": "ring", "backend": "hopper", "is_causal": is_causal}
-            actual = gradients(*(x[:, own] for x in whole), **options)
-            for name, a, e in zip(("out", "dq", "dk", "dv"), actual, exact, strict=True):
-                error = float((a - e[:, own]).norm() / e[:, own].norm())
-                assert error < 2e-6, f"{name}, causal={is_causal}: {error}"
+        exact = gradients(*whole.double(), backend="reference", is_causal=is_causal)
+        options = {"group": group, "transport": "ring", "backend": "hopper", "is_causal": is_causal}
+        actual = gradients(*(x[:, own] for x in whole), **options)
+        for name, a, e in zip(("out", "dq", "dk", "dv"), actual, exact, strict=True):
+            error = float((a - e[:, own]).norm() / e[:, own].norm())
+            assert error < 2e-6, f"{name}: {error}"
         assert set(launched) == {"forward_kernel", "joint_kernel"}
-    dist.destroy_process_group()
 
 
-def test_own_rows_of_ranks(tmp_path):
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_own_rows_of_ranks(on_ranks, is_causal):
     """A rank's own queries with its own keys by Hopper kernels, all gradients at once; the rest by stock operators."""
-    ranks.start(on_two_ranks, (str(tmp_path / "store"),), 2)
+    on_ranks(2, check_own_rows, is_causal)
 
 
 def test_mistakes_are_found():

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import block_oracle
-import ranks
-from block_cases import SIZE, config, table_of
+from block_cases import SIZE, Whole, config, table_of
 from dilated_attention_pytorch import (
     BlockSparse,
     BlockSparseRingDilatedAttention,
@@ -26,7 +24,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.distributed import Shards, executor, gather_sequence, shard_sequence
 from dilated_attention_pytorch.distributed.sequence import rows_of
-from test_ring import Case, LargestTensor, Received, check_case, check_staged
+from ring_cases import Case, LargestTensor, by_world, check_case, check_staged
 
 RATIO = 0.4
 
@@ -132,8 +130,18 @@ CASES: dict[int, list[BlockCase]] = {
 }  # fmt: skip
 
 
-def check_memory(group, rank: int, world: int) -> None:
-    """Nothing of the size of the sequence: with small kernel calls, the largest tensor is the rank's own."""
+@pytest.mark.parametrize(("world", "number", "case"), by_world(CASES))
+def test_rows_are_those_of_one_device(on_ranks, world, number, case):
+    """In the default group, and in a group whose ranks have other numbers there."""
+    on_ranks(world, check_case, case, number, spare=number % 2)
+
+
+@pytest.mark.parametrize(("world", "number", "case"), by_world({2: CASES[2][:3], 3: CASES[3][-1:]}))
+def test_messages_through_host_memory(on_ranks, world, number, case):
+    on_ranks(world, check_staged, case, number)
+
+
+def check_memory(group) -> None:
     pattern = BlockSparse.from_config(config("local_window", 0.02))
     q = torch.randn(1, 2000, 2, 8, generator=torch.Generator().manual_seed(1))
     mine = shard_sequence(q, group).requires_grad_()
@@ -143,43 +151,52 @@ def check_memory(group, rank: int, world: int) -> None:
     assert largest.numel <= mine.numel()
 
 
-class OneDevice(nn.Module):
-    """Attention by a pattern, in the place of that of a rank."""
-
-    def __init__(self, pattern: BlockSparse) -> None:
-        super().__init__()
-        self.pattern = pattern
-
-    def forward(self, q, k, v, is_causal=False, *, lengths=None):
-        return attention(q, k, v, self.pattern, is_causal=is_causal, lengths=lengths)
+def test_memory(on_ranks):
+    """Nothing of the size of the sequence: with small kernel calls, the largest tensor is the rank's own."""
+    on_ranks(5, check_memory)
 
 
-def check_modules(group, rank: int, world: int) -> None:
+def check_module(group, kind: str) -> None:
     torch.manual_seed(3)
-    n = 101
-    q = torch.randn(1, n, 2, 8, dtype=torch.float64)
-    for kind in ("dilated_sparse", "adaptive"):
-        one, many = (
-            BlockSparseRingDilatedAttention([40, 96], [1, 2], config(kind), **sharding)
-            for sharding in ({}, {"group": group, "layout": "zigzag"})
-        )
-        whole = gather_sequence(many(shard_sequence(q, group, layout="zigzag"), is_causal=True), group, layout="zigzag")
-        torch.testing.assert_close(whole, one(q, is_causal=True), rtol=1e-10, atol=1e-10)
-    # A seed that nobody gave is the first rank's.
+    q = torch.randn(1, 101, 2, 8, dtype=torch.float64)
+    one, many = (
+        BlockSparseRingDilatedAttention([40, 96], [1, 2], config(kind), **sharding)
+        for sharding in ({}, {"group": group, "layout": "zigzag"})
+    )
+    whole = gather_sequence(many(shard_sequence(q, group, layout="zigzag"), is_causal=True), group, layout="zigzag")
+    torch.testing.assert_close(whole, one(q, is_causal=True), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["dilated_sparse", "adaptive"])
+def test_module(on_ranks, kind):
+    on_ranks(3, check_module, kind)
+
+
+def check_seed(group) -> None:
+    torch.manual_seed(3)
+    q = torch.randn(1, 101, 2, 8, dtype=torch.float64)
     dropping = BlockSparseRingDilatedAttention([40, 96], [1, 2], attention_dropout=0.5, group=group)
-    torch.manual_seed(rank)
+    torch.manual_seed(dist.get_rank())
     dropped = gather_sequence(dropping(shard_sequence(q, group)), group)
     torch.manual_seed(0)
     torch.testing.assert_close(dropped, attention(q, q, q, dropping.pattern, dropout_p=0.5), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(
         gather_sequence(dropping.eval()(shard_sequence(q, group)), group), attention(q, q, q, dropping.pattern)
     )
+
+
+def test_a_seed_that_nobody_gave(on_ranks):
+    """It is the first rank's."""
+    on_ranks(3, check_seed)
+
+
+def check_training(group) -> None:
     torch.manual_seed(3)
-    # A step of training in DDP, which averages gradients over the ranks, is that of one device.
+    n, world = 101, dist.get_world_size()
     settings = tiers("hierarchical")
     shards = Shards.even(n, world, "zigzag")
     one = MultiheadDilatedAttention(16, 2, [32], [1], num_kv_heads=1, dtype=torch.float64)
-    one.attention = OneDevice(settings.pattern(shards))
+    one.attention = Whole(settings.pattern(shards))
     many = BlockSparseRingDistributedDilatedAttention(
         16, 2, [32, 64], [1, 2], settings, num_kv_heads=1, dtype=torch.float64, group=group, layout="zigzag"
     )
@@ -199,8 +216,13 @@ def check_modules(group, rank: int, world: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def check_mistakes(group, rank: int) -> None:
-    """The same error on every rank, before anything is sent."""
+def test_steps_in_ddp_are_those_of_one_device(on_ranks):
+    """DDP averages gradients over the ranks."""
+    on_ranks(3, check_training)
+
+
+def check_mistakes(group) -> None:
+    rank = dist.get_rank()
     x = torch.randn(1, 20, 2, 8)
     mask = torch.ones(4, 4, dtype=torch.bool)
     whole = BlockSparse.custom(mask, block_size=16)
@@ -227,24 +249,6 @@ def check_mistakes(group, rank: int) -> None:
     assert attention(x, x, x, whole, group=group).shape == x.shape  # the group works on
 
 
-def work(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    world = max(CASES)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    groups = {size: dist.new_group(list(range(size))) for size in CASES}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        received = Received(monkeypatch)
-        for size, cases in CASES.items():
-            for number, one in enumerate(cases):
-                if rank < size:
-                    check_case(one, number, groups[size], rank, size, received)
-        check_staged({2: CASES[2][:3], 3: CASES[3][-1:]}, rank, received)
-    check_memory(dist.group.WORLD, rank, world)
-    if rank < 3:
-        check_modules(groups[3], rank, 3)
-        check_mistakes(groups[3], rank)
-    dist.destroy_process_group()
-
-
-def test_the_same_as_on_one_device(tmp_path):
-    ranks.start(work, (str(tmp_path / "store"),), max(CASES))
+def test_mistakes(on_ranks):
+    """The same error on every rank, before anything is sent."""
+    on_ranks(3, check_mistakes)

@@ -3,15 +3,10 @@ the group's timeout, and a new group works in the same processes."""
 
 from __future__ import annotations
 
-import os
-import time
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
 
-import ranks
 from dilated_attention_pytorch import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingDistributedDilatedAttention,
@@ -24,25 +19,17 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, local_device, shard_sequence
 from dilated_attention_pytorch.distributed.agreement import Facts, differences
 from dilated_attention_pytorch.distributed.transport import Wire, failure
+from rank_faults import LONG_S, TIMEOUT_S, WORLD, die, stall
 
-WORLD = 3
 PATTERN = Dilated([8, 64], [1, 2])
-TIMEOUT_S = 4
-
-
-def init(store: str, rank: int, world: int, timeout_s: float) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
-    )
 
 
 def whole() -> torch.Tensor:
     return torch.randn(3, 1, 24, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def check_call(world: int) -> None:
+def check_call(group) -> None:
     """A call of all ranks, forward and backward, gives what one device does."""
-    group = dist.group.WORLD
     local = [shard_sequence(x, group).requires_grad_() for x in whole()]
     out = attention(*local, PATTERN, group=group, transport="ring", bucket_size=2)
     grads = torch.autograd.grad(out.square().sum(), local)
@@ -53,8 +40,8 @@ def check_call(world: int) -> None:
         torch.testing.assert_close(a, shard_sequence(e, group), rtol=1e-10, atol=1e-10)
 
 
-def check_mistakes(rank: int) -> None:
-    group, x = dist.group.WORLD, torch.randn(1, 4, 2, 8, requires_grad=True)
+def check_mistakes(group) -> None:
+    rank, x = dist.get_rank(), torch.randn(1, 4, 2, 8, requires_grad=True)
 
     def refused(match: str, *args, error=ValueError, **options) -> None:
         with pytest.raises(error, match=match):
@@ -115,10 +102,14 @@ def check_mistakes(rank: int) -> None:
         transport="ulysses",
         bucket_size=1,
     )
+    check_call(group)  # the group works on after mistakes
+
+
+def test_mistakes(on_ranks):
+    on_ranks(WORLD, check_mistakes)
 
 
 def check_modules(group) -> None:
-    """What a module refuses, or cannot project, before it attends: the others are told, by whichever module."""
     rank, x = dist.get_rank(group), torch.randn(2, 4, 16)
     options = {"embed_dim": 16, "num_heads": 2, "segment_lengths": [8, 64], "dilation_rates": [1, 2], "group": group}
     dilated, tiered = MultiheadDilatedAttention(**options), BlockSparseRingDistributedDilatedAttention(**options)
@@ -155,8 +146,13 @@ def check_modules(group) -> None:
         (tiered if rank == 0 else dilated)(x, x, x)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_modules(on_ranks, world):
+    """What a module refuses, or cannot project, before it attends: the others are told, by whichever module."""
+    on_ranks(world, check_modules, spare=3 - world)
+
+
 def check_gathering(group) -> None:
-    """Tensors that do not go together are named; collectives would end the process."""
     rank, x = dist.get_rank(group), torch.randn(2, 4, 6)
     for message, wrong, options in (
         (r"other_dims: \(2, 6\) on rank.*, \(2, 5\) on rank 1", x[..., 1:], {}),
@@ -172,8 +168,14 @@ def check_gathering(group) -> None:
     assert gather_sequence(x, group).shape == (2, 4 * dist.get_world_size(group), 6)
 
 
-def check_known_shards(rank: int) -> None:
-    """Ranks that know all lengths compare their arguments once; a group of one never does."""
+@pytest.mark.parametrize("world", [2, 3])
+def test_gathering(on_ranks, world):
+    """Tensors that do not go together are named; collectives would end the process."""
+    on_ranks(world, check_gathering, spare=3 - world)
+
+
+def check_known_shards(group) -> None:
+    rank = dist.get_rank()
     alone = [dist.new_group([p]) for p in range(WORLD)][rank]
     x = torch.randn(1, 2 + rank, 2, 8)
     calls = []
@@ -194,8 +196,13 @@ def check_known_shards(rank: int) -> None:
         attention(x, x, x, PATTERN, group=dist.group.WORLD, layout=shards, dropout_p=0.1, seed=rank)
 
 
-def check_stalled_gathering(rank: int, backward: bool) -> None:
-    """A rank that stalls once the ranks have compared their arguments, or on the way back."""
+def test_known_shards(on_ranks):
+    """Ranks that know all lengths compare their arguments once; a group of one never does."""
+    on_ranks(WORLD, check_known_shards)
+
+
+def check_stalled_gathering(group, backward: bool) -> None:
+    rank = dist.get_rank()
     x = torch.randn(1, 4, 2, requires_grad=backward)
     name = "all_reduce" if backward else "all_gather"
     plain, count = getattr(dist, name), []
@@ -203,7 +210,7 @@ def check_stalled_gathering(rank: int, backward: bool) -> None:
     def late(*args, **options):
         count.append(1)
         if rank == 2 and len(count) == (1 if backward else 2):  # the first one of a forward compares
-            time.sleep(TIMEOUT_S + 3)
+            stall()
         return plain(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -213,19 +220,39 @@ def check_stalled_gathering(rank: int, backward: bool) -> None:
             gather_sequence(x, dist.group.WORLD).sum().backward()
 
 
-def check_never_there(rank: int, act) -> None:
-    """Rank 2 does not come to the call, or only when the others have given up."""
-    local = [shard_sequence(x, dist.group.WORLD) for x in whole()]
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_rank_that_stalls_in_a_gathering(own_ranks, backward):
+    """A rank that stalls once the ranks have compared their arguments, or on the way back."""
+    own_ranks.run(WORLD, check_stalled_gathering, backward, timeout_s=TIMEOUT_S)
+    own_ranks.run(WORLD, check_call)
+
+
+def check_never_there(group, act) -> None:
+    rank, local = dist.get_rank(), [shard_sequence(x, group) for x in whole()]
     if rank == 2:
         act()
     others = "" if rank == 2 else "; rank 2 did not come"
     with pytest.raises(RuntimeError, match=rf"^rank {rank} could not compare its arguments with the others{others}: "):
-        attention(*local, PATTERN, group=dist.group.WORLD)
+        attention(*local, PATTERN, group=group)
 
 
-def check_failure(act, message: str, within_s: float) -> None:
-    """Rank 2 acts at its third exchange of the forward; the others raise in time and say who failed whom, and where."""
-    local = [shard_sequence(x, dist.group.WORLD) for x in whole()]
+def test_a_rank_that_comes_late(own_ranks):
+    """Rank 2 comes to the call when the others have given up."""
+    own_ranks.run(WORLD, check_never_there, stall, timeout_s=TIMEOUT_S)
+    own_ranks.run(WORLD, check_call)
+
+
+def test_a_rank_that_dies_before_a_call(own_ranks):
+    own_ranks.run(WORLD, check_never_there, die, leaving=[2], timeout_s=LONG_S)
+    own_ranks.run(2, check_call)
+
+
+MESSAGE = r"^rank \d could not (send|receive) keys and values (to|from) rank \d, round \d, message \d"
+
+
+def check_failure(group, act, message: str) -> None:
+    """Rank 2 acts at its third exchange of the forward; the others raise and say who failed whom, and where."""
+    local = [shard_sequence(x, group) for x in whole()]
     count = []
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 2:
@@ -238,77 +265,38 @@ def check_failure(act, message: str, within_s: float) -> None:
                 return plain(*args)
 
             patch.setattr(Wire, "start", start)
-        before = time.monotonic()
         with pytest.raises(RuntimeError, match=message) as raised:
-            attention(*local, PATTERN, group=dist.group.WORLD, transport="ring", bucket_size=1)
-        assert time.monotonic() - before < within_s
+            attention(*local, PATTERN, group=group, transport="ring", bucket_size=1)
         assert raised.value.__cause__ is not None
         assert "the call can be repeated" in str(raised.value)
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    init(f"{folder}/first", rank, WORLD, 60)
-    check_mistakes(rank)
-    pair = dist.new_group([0, 1])
-    for group in [dist.group.WORLD] + [pair] * (rank < 2):
-        check_modules(group)
-        check_gathering(group)
-    check_known_shards(rank)
-    check_call(WORLD)  # the group works on after mistakes
-    dist.destroy_process_group()
+def test_a_rank_that_stalls(own_ranks):
+    own_ranks.run(WORLD, check_failure, stall, MESSAGE, timeout_s=TIMEOUT_S)
+    own_ranks.run(WORLD, check_call)
 
-    message = r"^rank \d could not (send|receive) keys and values (to|from) rank \d, round \d, message \d"
-    init(f"{folder}/stalled", rank, WORLD, TIMEOUT_S)
-    check_failure(lambda: time.sleep(TIMEOUT_S + 3), message, 3 * TIMEOUT_S)
-    dist.destroy_process_group()
 
-    init(f"{folder}/late", rank, WORLD, TIMEOUT_S)
-    check_never_there(rank, lambda: time.sleep(TIMEOUT_S + 3))
-    dist.destroy_process_group()
+def test_a_rank_that_dies(own_ranks):
+    message = r"^rank \d could not .* rank \d, round \d, message \d"
+    own_ranks.run(WORLD, check_failure, die, message, leaving=[2], timeout_s=LONG_S)
+    own_ranks.run(2, check_call)
 
-    for backward in (False, True):
-        init(f"{folder}/gathering {backward}", rank, WORLD, TIMEOUT_S)
-        check_stalled_gathering(rank, backward)
-        dist.destroy_process_group()
 
-    init(f"{folder}/again", rank, WORLD, TIMEOUT_S * 5)
-    check_call(WORLD)
-    # On the way back, too.
-    local = [shard_sequence(x, dist.group.WORLD).requires_grad_() for x in whole()]
-    out = attention(*local, PATTERN, group=dist.group.WORLD)
-    if rank == 2:
-        os._exit(0)
+def check_backward(group) -> None:
+    """Rank 2 dies between forward and backward."""
+    local = [shard_sequence(x, group).requires_grad_() for x in whole()]
+    out = attention(*local, PATTERN, group=group)
+    if dist.get_rank() == 2:
+        die()
     with pytest.raises(
         RuntimeError, match=r"rank \d could not (send|receive) (gradients|keys and values) (to|from) rank \d"
     ):
         torch.autograd.grad(out.sum(), local)
-    dist.destroy_process_group()
-
-    init(f"{folder}/survivors", rank, 2, TIMEOUT_S * 5)
-    check_call(2)
-    dist.destroy_process_group()
 
 
-def dying(rank: int, folder: str, before: bool) -> None:
-    torch.set_num_threads(1)
-    init(f"{folder}/dying", rank, WORLD, 60)
-    if before:
-        check_never_there(rank, lambda: os._exit(0))
-    else:
-        check_failure(lambda: os._exit(0), r"^rank \d could not .* rank \d, round \d, message \d", 30)
-    dist.destroy_process_group()
-    init(f"{folder}/survivors", rank, 2, 60)
-    check_call(2)
-
-
-def test_mistakes_and_a_rank_that_stalls(tmp_path):
-    ranks.start(work, (str(tmp_path),), WORLD)
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_rank_that_dies(tmp_path, before):
-    ranks.start(dying, (str(tmp_path), before), WORLD)
+def test_a_rank_that_dies_before_the_backward(own_ranks):
+    own_ranks.run(WORLD, check_backward, leaving=[2], timeout_s=2 * TIMEOUT_S)
+    own_ranks.run(2, check_call)
 
 
 def test_differences_are_short():

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ranks
 from block_cases import SIZE, assert_same, config, ordered_attention, pattern_of, random_inputs, random_order, with_grads
 from dilated_attention_pytorch import (
     BlockSparse,
@@ -21,7 +20,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
 from dilated_attention_pytorch.distributed.sequence import rows_of
-from test_ring import Received
+from ring_cases import Received
 
 # By the number of ranks: kind, rows of the shards, layout, one order for each sample, transport.
 RANKED = {
@@ -39,7 +38,8 @@ RANKED = {
 }
 
 
-def check_ranks(case, causal, group, rank, world) -> None:
+def check_case(group, case, causal: bool) -> None:
+    rank = dist.get_rank(group)
     kind, lengths, layout, by_sample, transport = case
     shards = Shards.of(lengths, layout)
     n = shards.length
@@ -60,22 +60,41 @@ def check_ranks(case, causal, group, rank, world) -> None:
     assert_same(actual, [by_head(x) if name == 1 else x[rows] for name, x in enumerate(expected)])
 
 
-def check_traffic(group, world) -> None:
+@pytest.mark.parametrize(
+    ("number", "case", "causal"),
+    [
+        (i, case, causal)
+        for cases in RANKED.values()
+        for i, case in enumerate(cases)
+        for causal in ((False, True) if i == 0 else (True,))
+    ],
+    ids=str,
+)
+def test_rows_are_those_of_the_definition(on_ranks, number, case, causal):
+    """In the default group, and in a group whose ranks have other numbers there."""
+    on_ranks(len(case[1]), check_case, case, causal, spare=number % 2)
+
+
+def check_traffic(group, kind: str) -> None:
+    x, order = torch.randn(1, 40, 2, 4), Hilbert.line(40 * dist.get_world_size())
+    pattern = BlockSparse.from_config(config(kind, 0.3))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        received, counts = Received(monkeypatch), []
+        for options in ({}, {"order": order}, {"order": order, "is_causal": True}):
+            attention(x, x, x, pattern, group=group, transport="ring", **options)
+            counts.append(received.take())
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
+@pytest.mark.parametrize("kind", ["hierarchical", "adaptive"])
+def test_traffic(on_ranks, kind):
     """A causal call under an order receives what the call that is not causal does: no positions, and no row less."""
-    x, order = torch.randn(1, 40, 2, 4), Hilbert.line(40 * world)
-    for kind in ("hierarchical", "adaptive"):
-        pattern = BlockSparse.from_config(config(kind, 0.3))
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            received, counts = Received(monkeypatch), []
-            for options in ({}, {"order": order}, {"order": order, "is_causal": True}):
-                attention(x, x, x, pattern, group=group, transport="ring", **options)
-                counts.append(received.take())
-        assert counts[0] == counts[1] == counts[2] > 0
+    on_ranks(3, check_traffic, kind)
 
 
-def check_modules(group, world) -> None:
+def check_modules(group) -> None:
     torch.manual_seed(3)
-    n, order = 90, Hilbert.grid(9, 10)
+    n, order, world = 90, Hilbert.grid(9, 10), dist.get_world_size()
     sharding = {"group": group, "layout": "zigzag", "order": order}
     q = torch.randn(1, n, 2, 8, dtype=torch.float64)
     one = BlockSparseRingDilatedAttention([40, 96], [1, 2], config("dilated_sparse"), order=order)
@@ -98,7 +117,12 @@ def check_modules(group, world) -> None:
     torch.testing.assert_close(gather_sequence(out, **sharding), alone(x, x, x, is_causal=True)[0], rtol=1e-10, atol=1e-10)
 
 
-def check_refusals(group, rank) -> None:
+def test_modules(on_ranks):
+    on_ranks(3, check_modules)
+
+
+def check_refusals(group) -> None:
+    rank = dist.get_rank()
     x, order = torch.zeros(1, 16, 1, 4), Hilbert.line(48)
     pattern = BlockSparse.custom(torch.ones(3, 3, dtype=torch.bool), block_size=SIZE)
     options = {"is_causal": True, "order": order, "group": group}
@@ -110,21 +134,5 @@ def check_refusals(group, rank) -> None:
         attention(x, x, x, pattern, **options | {"order": order if rank else order.inverse})
 
 
-def work(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=max(RANKED))
-    groups = {size: dist.new_group(list(range(size))) for size in RANKED}
-    for size, cases in RANKED.items():
-        for case in cases:
-            for causal in (False, True) if case is cases[0] else (True,):
-                if rank < size:
-                    check_ranks(case, causal, groups[size], rank, size)
-    group = dist.group.WORLD
-    check_traffic(group, max(RANKED))
-    check_modules(group, max(RANKED))
-    check_refusals(group, rank)
-    dist.destroy_process_group()
-
-
-def test_the_definition_on_several_ranks(tmp_path):
-    ranks.start(work, (str(tmp_path / "store"),), max(RANKED))
+def test_refusals(on_ranks):
+    on_ranks(3, check_refusals)

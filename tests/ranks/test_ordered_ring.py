@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import oracle
-import ranks
 from dilated_attention_pytorch import (
     Dilated,
     Hilbert,
@@ -25,7 +24,7 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from oracle import assert_same, with_grads
-from test_ring import Received
+from ring_cases import Received, by_world
 
 WIDE = Dilated([8, 20, 100], [1, 3, 4])
 NARROW = Dilated([6], [2])
@@ -41,6 +40,9 @@ class Case:
     key_heads: int = 2
     more: dict[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"{self.order.__name__}-{self.layout}"
+
 
 def scattered(n: int) -> Order:
     return Order.from_permutation(torch.randperm(n))
@@ -48,6 +50,18 @@ def scattered(n: int) -> Order:
 
 def one_for_each_sample(n: int) -> Order:
     return Order.from_permutation(torch.stack([torch.randperm(n) for _ in range(2)]))
+
+
+def grid(n: int) -> Order:
+    return Hilbert.grid(n // 5, 5)
+
+
+def zigzag(n: int) -> Order:
+    return ZigZag(n, 2)
+
+
+def striped(n: int) -> Order:
+    return Striped(n, 3)
 
 
 # By the number of ranks; each causal and not.
@@ -58,14 +72,14 @@ CASES: dict[int, list[Case]] = {
         Case(Hilbert.line, Dilated([64], [1]), 23, more={"transport": "ulysses"}),
     ],
     2: [
-        Case(lambda n: Hilbert.grid(n // 5, 5), WIDE, 35, more={"bucket_size": 3}),
+        Case(grid, WIDE, 35, more={"bucket_size": 3}),
         Case(one_for_each_sample, WIDE, (14, 21), "zigzag", more={"bucket_size": 4}),
-        Case(lambda n: ZigZag(n, 2), WIDE, 33, more={"transport": "allgather"}),
+        Case(zigzag, WIDE, 33, more={"transport": "allgather"}),
         Case(one_for_each_sample, Dilated([64], [1]), (14, 21), "zigzag", 6, 3, {"transport": "ulysses"}),
     ],
     3: [
         Case(scattered, WIDE, (17, 0, 16), "zigzag", more={"transport": "ring", "bucket_size": 1}),
-        Case(lambda n: Striped(n, 3), NARROW, (5, 9, 15), heads=2),
+        Case(striped, NARROW, (5, 9, 15), heads=2),
         Case(Hilbert.line, WIDE, 0),
         Case(Identity, WIDE, 31, "zigzag"),
     ],
@@ -82,7 +96,8 @@ def inputs_of(n: int, heads: int, key_heads: int) -> list[torch.Tensor]:
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def check_case(case: Case, is_causal: bool, group, rank: int, world: int) -> None:
+def check_case(group, case: Case, is_causal: bool) -> None:
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
     shards = Shards.even(case.rows, world, case.layout) if isinstance(case.rows, int) else Shards.of(case.rows, case.layout)
     n = shards.length
     torch.manual_seed(n)
@@ -105,25 +120,37 @@ def check_case(case: Case, is_causal: bool, group, rank: int, world: int) -> Non
     assert_same(actual, [by_head(x) if name == 1 else x[rows] for name, x in enumerate(expected)])
 
 
-def check_options(group, rank: int) -> None:
-    """What the oracle has not: as on one device by the reference, where dropout counts places of the ordered sequence."""
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("world", "number", "case"), by_world(CASES))
+def test_rows_are_those_of_the_definition(on_ranks, world, number, case, is_causal):
+    """In the default group, and in a group whose ranks have other numbers there."""
+    on_ranks(world, check_case, case, is_causal, spare=number % 2)
+
+
+def check_options(group, make_order, options: dict[str, Any]) -> None:
     torch.manual_seed(1)
     pattern, n = Dilated([8, 20], [1, 3]), 41
-    for options in ({"mixing_gradient": "detached"}, {"dropout_p": 0.3, "seed": 7}, {"scale": -0.4}):
-        for order in (scattered(n), one_for_each_sample(n)):
-            inputs = inputs_of(n, 4, 2)
-            dout, dlse = torch.randn_like(inputs[0]), torch.randn(2, 4, n, dtype=torch.float64)
-            common = {"is_causal": True, "order": order, "return_lse": True, **options}
-            one = with_grads(lambda *x: attention(*x, pattern, backend="reference", **common), inputs, dout, dlse)  # noqa: B023
-            place = lambda x, dim=1: shard_sequence(x, group, layout="zigzag", order=order, dim=dim)  # noqa: B023, E731
-            call = lambda *x: attention(*x, pattern, group=group, layout="zigzag", bucket_size=3, **common)  # noqa: B023, E731
-            local = [place(x.detach()).requires_grad_() for x in inputs]
-            many = with_grads(call, local, place(dout), place(dlse, 2))
-            assert_same(many, [place(x, 2) if name == 1 else place(x) for name, x in enumerate(one)])
+    order, inputs = make_order(n), inputs_of(n, 4, 2)
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(2, 4, n, dtype=torch.float64)
+    common = {"is_causal": True, "order": order, "return_lse": True, **options}
+    one = with_grads(lambda *x: attention(*x, pattern, backend="reference", **common), inputs, dout, dlse)
+    shard = lambda x, dim=1: shard_sequence(x, group, layout="zigzag", order=order, dim=dim)  # noqa: E731
+    call = lambda *x: attention(*x, pattern, group=group, layout="zigzag", bucket_size=3, **common)  # noqa: E731
+    local = [shard(x.detach()).requires_grad_() for x in inputs]
+    many = with_grads(call, local, shard(dout), shard(dlse, 2))
+    assert_same(many, [shard(x, 2) if name == 1 else shard(x) for name, x in enumerate(one)])
+
+
+@pytest.mark.parametrize(
+    "options", [{"mixing_gradient": "detached"}, {"dropout_p": 0.3, "seed": 7}, {"scale": -0.4}], ids=str
+)
+@pytest.mark.parametrize("make_order", [scattered, one_for_each_sample])
+def test_options(on_ranks, make_order, options):
+    """What the oracle has not: as on one device by the reference, where dropout counts places of the ordered sequence."""
+    on_ranks(3, check_options, make_order, options)
 
 
 def check_traffic(group) -> None:
-    """A causal call under an order receives what the call that is not causal does: no positions, and no row less."""
     x, order = torch.randn(1, 8, 2, 4), Hilbert.line(8 * dist.get_world_size())
     with pytest.MonkeyPatch.context() as monkeypatch:
         received = Received(monkeypatch)
@@ -134,8 +161,13 @@ def check_traffic(group) -> None:
     assert counts[0] == counts[1] == counts[2] > 0
 
 
-def check_shards(group, rank: int, world: int) -> None:
-    """There and back in every layout and dimension, gradients included, against indexing."""
+def test_traffic(on_ranks):
+    """A causal call under an order receives what the call that is not causal does: no positions, and no row less."""
+    on_ranks(5, check_traffic)
+
+
+def check_shards(group) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
     for layout in ("contiguous", "zigzag"):
         for order in (scattered(11), one_for_each_sample(11)):
             dist.broadcast(order.positions, 0)
@@ -163,6 +195,11 @@ def check_shards(group, rank: int, world: int) -> None:
         shard_sequence(whole, group, order=Hilbert.line(12))
     with pytest.raises(ValueError, match="the order is over 12 positions, got 11 in dimension 1"):
         gather_sequence(part, group, layout="zigzag", order=Hilbert.line(12))
+
+
+def test_there_and_back(on_ranks):
+    """In every layout and dimension, gradients included, against indexing."""
+    on_ranks(5, check_shards)
 
 
 def check_modules(group) -> None:
@@ -199,9 +236,13 @@ def check_modules(group) -> None:
         many(part, part, part, need_weights=True)
 
 
-def check_mistakes(rank: int, world: int) -> None:
-    """The same sentence on every rank, before anything is sent."""
-    group, x = dist.group.WORLD, torch.randn(2, 4, 2, 4)
+def test_modules(on_ranks):
+    on_ranks(5, check_modules)
+
+
+def check_mistakes(group) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(2, 4, 2, 4)
     n = 4 * world
 
     def refused(match: str, order, error=ValueError, **options) -> None:
@@ -237,27 +278,9 @@ def check_mistakes(rank: int, world: int) -> None:
     refused(message if rank == 1 else f"rank 1 refused its arguments: {message}", wrong if rank == 1 else Hilbert.line(n))
 
 
-def work(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    world = max(CASES)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    groups = {size: dist.new_group(list(range(size))) for size in CASES}
-    for size, cases in CASES.items():
-        for case in cases:
-            for is_causal in (False, True):
-                if rank < size:
-                    check_case(case, is_causal, groups[size], rank, size)
-    if rank < 3:
-        check_options(groups[3], rank)
-    check_mistakes(rank, world)
-    check_traffic(dist.group.WORLD)
-    check_shards(dist.group.WORLD, rank, world)
-    check_modules(dist.group.WORLD)
-    dist.destroy_process_group()
-
-
-def test_the_definition_on_any_number_of_ranks(tmp_path):
-    ranks.start(work, (str(tmp_path / "store"),), max(CASES))
+def test_mistakes(on_ranks):
+    """The same sentence on every rank, before anything is sent."""
+    on_ranks(5, check_mistakes)
 
 
 @pytest.mark.parametrize("function", [shard_sequence, gather_sequence])

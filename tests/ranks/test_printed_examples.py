@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import block_oracle
-import ranks
+from block_cases import Whole
 from dilated_attention_pytorch import MultiheadDilatedAttention
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
-from test_block_ring import OneDevice
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -83,21 +81,19 @@ def test_data_parallel(device):
     assert not list(names["model"].parameters())
 
 
-def check_distributed(rank: int, store: str, device: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def check_distributed(group, device: str) -> None:
     names = {}
     exec(DISTRIBUTED, names)
     torch.manual_seed(0)
     n, model = 1100, names["model"].to(device)
     one = MultiheadDilatedAttention(512, 8, [4096], [1])
-    one.attention = OneDevice(names["config"].pattern(Shards.even(n, 2, "contiguous")))
+    one.attention = Whole(names["config"].pattern(Shards.even(n, 2, "contiguous")))
     model.load_state_dict(one.state_dict())
     x = torch.randn(1, n, 512)
-    part = shard_sequence(x.to(device), dist.group.WORLD)
+    part = shard_sequence(x.to(device), group)
     out, weights = model(part, part, part, is_causal=True)
     assert weights is None
-    whole = gather_sequence(out, dist.group.WORLD)
+    whole = gather_sequence(out, group)
     torch.testing.assert_close(whole.cpu(), one(x, x, x, is_causal=True)[0], rtol=1e-4, atol=1e-4)
     # What docs/block_sparse.md has for ranks; tests/unit/test_block_explain.py runs the rest of the page.
     page = (Path(__file__).parents[2] / "docs" / "block_sparse.md").read_text().split("## Across ranks")[1]
@@ -107,10 +103,9 @@ def check_distributed(rank: int, store: str, device: str) -> None:
     again, _ = names["module"](names["x"], names["x"], names["x"], is_causal=True)
     assert torch.equal(names["out"], again)
     assert names["out"].shape == part.shape
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_distributed(tmp_path, device):
+def test_distributed(on_ranks, device):
     """Two ranks have the rows of one device."""
-    ranks.start(check_distributed, (str(tmp_path / "store"), device), 2)
+    on_ranks(2, check_distributed, device)

@@ -5,64 +5,20 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import ranks
-from dilated_attention_pytorch import (
-    BlockSparse,
-    Dilated,
-    MultiheadDilatedAttention,
-    RingDilatedAttention,
-    attention,
-    dilated_attention,
-)
-from dilated_attention_pytorch.distributed import Shards, gather_sequence, neighbours, shard_sequence
-from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
+from dilated_attention_pytorch import Dilated, MultiheadDilatedAttention, RingDilatedAttention, attention, dilated_attention
+from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
 from dilated_attention_pytorch.distributed.sequence import rows_of
-from staged import machines, staged
+from ring_cases import Case, Received, by_world, check_case, check_staged
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
 LONG = Dilated([64, 512, 8192], [1, 4, 16])
 MIXED = Dilated([16, 64, 400], [1, 2, 4])
-
-
-@dataclass
-class Case:
-    pattern: Dilated | BlockSparse
-    rows: tuple[int, ...] | int  # of the shards, or of the sequence and evenly spread
-    layout: str = "contiguous"
-    is_causal: bool = False
-    heads: int = 2
-    key_heads: int = 2
-    transport: str = "ring"
-    dtype: torch.dtype = torch.float64
-    more: dict[str, Any] = field(default_factory=dict)  # lists become tensors
-
-    def shards(self, world: int) -> Shards:
-        return (
-            Shards.even(self.rows, world, self.layout) if isinstance(self.rows, int) else Shards.of(self.rows, self.layout)
-        )
-
-    def expected_bytes(
-        self, shards: Shards, rank: int, options: dict[str, Any], sent: bool, qk: tuple[torch.Tensor, torch.Tensor]
-    ) -> int:
-        spans = {name: tuple(options[name].tolist()) for name in ("lengths", "cu_seqlens") if name in options}
-        route = make_route(
-            self.pattern, shards, rank, 2, self.key_heads, is_causal=self.is_causal, bucket_size=1000, **spans
-        )
-        if not sent:
-            sizes = {"head_dim": 8, "element_size": self.dtype.itemsize}
-            return sum(place.schedule.bytes(rank, batch=place.batch, **sizes) for place in route.places)
-        rows = sum(place.batch * t.rows for place in route.places for t in place.schedule.sends(rank))
-        return rows * 2 * self.key_heads * 8 * self.dtype.itemsize
 
 
 UNEVEN = (30, 41, 29, 1, 17)
@@ -121,108 +77,32 @@ CASES: dict[int, list[Case]] = {
 }  # fmt: skip
 
 
-class Received:
-    """Bytes of keys, values and gradients that come in over the wire, counted where PyTorch is called."""
-
-    def __init__(self, monkeypatch):
-        self.bytes = 0
-        plain = dist.batch_isend_irecv
-
-        def counting(operations):
-            tensors = [x.tensor for x in operations if x.op is dist.irecv and x.tensor.is_floating_point()]
-            self.bytes += sum(x.numel() * x.element_size() for x in tensors)
-            return plain(operations)
-
-        monkeypatch.setattr(dist, "batch_isend_irecv", counting)
-
-    def take(self) -> int:
-        taken, self.bytes = self.bytes, 0
-        return taken
+@pytest.mark.parametrize(("world", "number", "case"), by_world(CASES))
+def test_rows_are_those_of_one_device(on_ranks, world, number, case):
+    """In the default group, and in a group whose ranks have other numbers there."""
+    on_ranks(world, check_case, case, number, spare=number % 2 if world < 8 else 0)
 
 
-class LargestTensor(TorchDispatchMode):
-    """The most elements of any tensor that an operator returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return result
+STAGED = {2: CASES[2], 3: CASES[3], 4: CASES[4][3:]}
 
 
-def check_case(case: Case, number: int, group, rank: int, world: int, received: Received) -> list[torch.Tensor]:
-    shards = case.shards(world)
-    n, name = shards.length, f"world {world}, case {number}"
-    options = {key: torch.tensor(x) if isinstance(x, list) else x for key, x in case.more.items()}
-    sharding = {key: options.pop(key) for key in ("bucket_size",) if key in options}
-    torch.manual_seed(number)
-    q, dout = torch.randn(2, 2, n, case.heads, 8, dtype=torch.float64).to(case.dtype).unbind(0)
-    k, v = torch.randn(2, 2, n, case.key_heads, 8, dtype=torch.float64).to(case.dtype).unbind(0)
-    dlse = torch.randn(2, case.heads, n, dtype=case.dtype)
-    # One device in float64 is the truth, and for float32 one device in float32 the measure.
-    wanted, tolerances = [], [1e-10] * 5
-    for dtype in (torch.float64, case.dtype):
-        whole = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out, lse = attention(*whole, case.pattern, is_causal=case.is_causal, return_lse=True, **options)
-        met = lse.isfinite()
-        total = (out * dout).sum() + (lse.where(met, 0.0) * dlse).sum()
-        wanted.append([out.detach(), lse.detach().transpose(1, 2), *torch.autograd.grad(total, whole)])
-        if case.dtype == torch.float64:
-            break
-    if case.dtype == torch.float32:
-        errors = [float((a - e).nan_to_num().abs().max()) for a, e in zip(*wanted, strict=True)]
-        tolerances = [3 * error + 1e-6 for error in errors]
-    mine = rows_of(shards, rank, torch.device("cpu"))
-    local = [x[:, mine].clone().requires_grad_() for x in (q, k, v)]
-    results = []
-    largest = LargestTensor()
-    for _ in range(2):
-        received.take()
-        with largest:
-            part, part_lse = attention(
-                *local, case.pattern, group=group, is_causal=case.is_causal, layout=case.layout, return_lse=True,
-                transport=case.transport, **sharding, **options,
-            )  # fmt: skip
-        forward_bytes = received.take()
-        total = (part * dout[:, mine]).sum() + (part_lse.where(met[:, :, mine], 0.0) * dlse[:, :, mine]).sum()
-        with largest:
-            grads = torch.autograd.grad(total, local)
-        backward_bytes = received.take()
-        results.append([part.detach(), part_lse.detach().transpose(1, 2), *grads])
-    for label, a, again, e, tolerance in zip(NAMES, *results, wanted[0], tolerances, strict=True):
-        assert torch.equal(a, again), f"{name} {label}: other bits"
-        assert a.dtype == case.dtype
-        torch.testing.assert_close(
-            a.double(), e[:, mine], rtol=0, atol=tolerance, msg=lambda m, label=label: f"{name} {label}: {m}"
-        )
-    if world == 1:
-        assert forward_bytes == backward_bytes == 0
-    elif case.transport in ("ring", "allgather"):
-        assert forward_bytes == case.expected_bytes(shards, rank, options, False, (q, k)), name
-        if options.get("mixing_gradient") != "detached":  # which computes branches again
-            home = case.expected_bytes(shards, rank, options, True, (q, k))
-            assert backward_bytes == forward_bytes + home, name
-    if case.transport == "ring" and n > 1000 and isinstance(case.pattern, Dilated) and "bucket_size" not in case.more:
-        # Nothing of the size of the sequence: the tensors of the rank itself, and a message.
-        bucket = default_bucket_size(shards) * 2 * 2 * case.key_heads * 8
-        assert largest.numel <= max(len(mine) * 2 * case.heads * 8, bucket), name
-    return results[0]
+@pytest.mark.parametrize(("world", "number", "case"), by_world(STAGED))
+def test_messages_through_host_memory(on_ranks, world, number, case):
+    on_ranks(world, check_staged, case, number)
 
 
-def check_comm_dtype(group, rank: int, received: Received) -> None:
-    """Gradients of keys and values that come from elsewhere have the precision and the size of the type they travel in."""
+def check_comm_dtype(group) -> None:
     pattern, n = Dilated([8, 64], [1, 2]), 40
     whole = torch.randn(3, 1, n, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     results = {}
-    for comm_dtype in (None, torch.float32, torch.bfloat16):
-        local = [shard_sequence(x, group).requires_grad_() for x in whole]
-        out = attention(*local, pattern, group=group, transport="ring", comm_dtype=comm_dtype)
-        forward_bytes = received.take()
-        grads = torch.autograd.grad(out.square().sum(), local)
-        results[comm_dtype] = grads, received.take() - forward_bytes
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        received = Received(monkeypatch)
+        for comm_dtype in (None, torch.float32, torch.bfloat16):
+            local = [shard_sequence(x, group).requires_grad_() for x in whole]
+            out = attention(*local, pattern, group=group, transport="ring", comm_dtype=comm_dtype)
+            forward_bytes = received.take()
+            grads = torch.autograd.grad(out.square().sum(), local)
+            results[comm_dtype] = grads, received.take() - forward_bytes
     exact, most_bytes = results.pop(None)
     for comm_dtype, (grads, some_bytes) in results.items():
         assert some_bytes * 8 == most_bytes * comm_dtype.itemsize
@@ -231,8 +111,12 @@ def check_comm_dtype(group, rank: int, received: Received) -> None:
         assert all(0.0 < error < torch.finfo(comm_dtype).eps for error in errors[1:]), errors
 
 
-def check_accuracy(groups, rank: int) -> None:
-    """The error of half-precision gradients does not grow with the ranks."""
+def test_type_of_gradients_that_are_sent(on_ranks):
+    """Gradients of keys and values that come from elsewhere have the precision and the size of the type they travel in."""
+    on_ranks(8, check_comm_dtype)
+
+
+def check_accuracy(group) -> None:
     pattern, n = Dilated([32, 128], [1, 2]), 128
     torch.manual_seed(1)
     q, k, v, dout = torch.randn(4, 1, n, 2, 16).bfloat16().unbind(0)
@@ -240,45 +124,28 @@ def check_accuracy(groups, rank: int) -> None:
     out = attention(*exact, pattern, is_causal=True)
     wanted = [out, *torch.autograd.grad(out, exact, dout.double())]
     errors = []
-    for world in (1, 8):
-        shards = Shards.even(n, world, "zigzag")
-        if rank >= world:
+    rank, alone = dist.get_rank(), dist.new_group([0])
+    for some in (alone, group):
+        if some is alone and rank > 0:
             continue
+        shards = Shards.even(n, dist.get_world_size(some), "zigzag")
         mine = rows_of(shards, rank, torch.device("cpu"))
         local = [x[:, mine].clone().requires_grad_() for x in (q, k, v)]
-        part = attention(*local, pattern, is_causal=True, group=groups[world], layout="zigzag", transport="ring")
+        part = attention(*local, pattern, is_causal=True, group=some, layout="zigzag", transport="ring")
         parts = [part, *torch.autograd.grad(part, local, dout[:, mine])]
-        parts = [gather_sequence(x.detach(), groups[world], layout="zigzag") for x in parts]
+        parts = [gather_sequence(x.detach(), some, layout="zigzag") for x in parts]
         errors.append([float((a - e).norm() / e.norm()) for a, e in zip(parts, wanted, strict=True)])
     if rank == 0:
         assert all(many <= 1.3 * one for one, many in zip(*errors, strict=True)), errors
 
 
-def check_staged(cases: dict[int, list[Case]], rank: int, received: Received) -> None:
-    """Through host memory, with the bytes in a socket and in memory that ranks share: the same bits."""
-    with staged(received) as cudart:
-        by_way = []
-        for name in (None, neighbours.machine()):
-            groups = {world: dist.new_group(list(range(world))) for world in cases}
-            with machines(name):
-                by_way.append([
-                    check_case(case, number, groups[world], rank, world, received)
-                    for world, some in cases.items()
-                    for number, case in enumerate(some)
-                    if rank < world
-                ])  # fmt: skip
-            assert bool(cudart.pinned) == (name is not None and rank < max(cases))
-            for group in groups.values():
-                if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                    dist.destroy_process_group(group)
-            del group, groups
-            assert not cudart.pinned
-        for through_socket, shared in zip(*by_way, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(through_socket, shared, strict=True))
+def test_errors_do_not_grow_with_the_ranks(on_ranks):
+    """In half precision, next to one rank."""
+    on_ranks(8, check_accuracy)
 
 
-def check_shards(group, rank: int, world: int) -> None:
-    """There and back, gradients included; over a mesh as over its group."""
+def check_shards(group) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("cp", "dp"))
     for layout in ("contiguous", "zigzag"):
         whole = torch.arange(2 * 11 * 3, dtype=torch.float64).view(2, 11, 3).requires_grad_()
@@ -293,7 +160,12 @@ def check_shards(group, rank: int, world: int) -> None:
         shard_sequence(whole, init_device_mesh("cpu", (world, 1), mesh_dim_names=("a", "b")))
 
 
-def check_modules(group) -> None:
+def test_there_and_back(on_ranks):
+    """The rows of a rank and the whole sequence from them, gradients included; over a mesh as over its group."""
+    on_ranks(8, check_shards)
+
+
+def check_module(group) -> None:
     module = RingDilatedAttention([16, 64], [1, 2], layout="zigzag", bucket_size=3, transport="ring")
     q = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     parts = [shard_sequence(x, group, layout="zigzag") for x in q]
@@ -301,16 +173,21 @@ def check_modules(group) -> None:
     torch.testing.assert_close(whole, attention(*q, module.pattern, is_causal=True), rtol=1e-10, atol=1e-10)
     part = dilated_attention(*parts, [16, 64], [1, 2], is_causal=True, group=group, layout="zigzag")
     torch.testing.assert_close(gather_sequence(part, group, layout="zigzag"), whole, rtol=1e-10, atol=1e-10)
-    # A seed that nobody gave is the first rank's; it is drawn again every time.
+
+
+def check_seed(group) -> None:
+    q = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     dropping = RingDilatedAttention([16, 64], [1, 2], attention_dropout=0.5)
     parts = [shard_sequence(x, group) for x in q]
     torch.manual_seed(dist.get_rank())
     first, second = (gather_sequence(dropping(*parts), group) for _ in range(2))
     torch.manual_seed(0)
-    torch.testing.assert_close(first, attention(*q, module.pattern, dropout_p=0.5))
+    torch.testing.assert_close(first, attention(*q, dropping.pattern, dropout_p=0.5))
     assert not torch.equal(first, second)
-    torch.testing.assert_close(gather_sequence(dropping.eval()(*parts), group), attention(*q, module.pattern))
-    # Multi-head, with projections that every rank has: the sum of their gradients is that of one device.
+    torch.testing.assert_close(gather_sequence(dropping.eval()(*parts), group), attention(*q, dropping.pattern))
+
+
+def check_multihead(group) -> None:
     arguments = (16, 2, [16, 64], [1, 2])
     torch.manual_seed(3)
     one = MultiheadDilatedAttention(*arguments, dtype=torch.float64)
@@ -332,28 +209,18 @@ def check_modules(group) -> None:
             many(part, part, part, **bad)
 
 
-def work(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    world = max(CASES)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    groups = {size: dist.new_group(list(range(size))) for size in CASES}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        received = Received(monkeypatch)
-        for size, cases in CASES.items():
-            for number, case in enumerate(cases):
-                if rank < size:
-                    check_case(case, number, groups[size], rank, size, received)
-        check_staged({2: CASES[2], 3: CASES[3], 4: CASES[4][3:]}, rank, received)
-        received.take()
-        check_comm_dtype(dist.group.WORLD, rank, received)
-    check_accuracy(groups, rank)
-    check_modules(dist.group.WORLD)
-    check_shards(dist.group.WORLD, rank, world)
-    dist.destroy_process_group()
+def test_module(on_ranks):
+    on_ranks(8, check_module)
 
 
-def test_the_same_as_on_one_device(tmp_path):
-    ranks.start(work, (str(tmp_path / "store"),), max(CASES))
+def test_a_seed_that_nobody_gave(on_ranks):
+    """It is the first rank's, and drawn again every time."""
+    on_ranks(8, check_seed)
+
+
+def test_multihead_module(on_ranks):
+    """With projections that every rank has: the sum of their gradients is that of one device."""
+    on_ranks(8, check_multihead)
 
 
 def test_without_a_group():

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ranks
 from dilated_attention_pytorch import BlockSparse, Dilated, attention, backends, explain
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.distributed import Shards, local, simulate_ring
@@ -27,7 +26,8 @@ CASES = [
 ]
 
 
-def check(case, rank: int) -> None:
+def check(group, case) -> None:
+    rank = dist.get_rank()
     pattern, rows, heads, key_heads, causal, options = case
     n, own = sum(rows), slice(sum(rows[:rank]), sum(rows[: rank + 1]))
     options = {name: torch.tensor(x) for name, x in options.items()} | {"is_causal": causal, "return_lse": True}
@@ -46,7 +46,7 @@ def check(case, rank: int) -> None:
     doubles = [x.detach().double().requires_grad_() for x in whole]
     expected = run(lambda *x: attention(*x, pattern, backend="reference", **options), doubles, dout.double(), weights)
     local = [x.detach()[:, own].clone().requires_grad_() for x in whole]
-    sharded = {"group": dist.group.WORLD, "backend": "triton", "transport": "ring", "bucket_size": 16}
+    sharded = {"group": group, "backend": "triton", "transport": "ring", "bucket_size": 16}
     actual = run(lambda *x: attention(*x, pattern, **options, **sharded), local, dout[:, own], weights[:, own])
     for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
         part = e[..., own] if name == "lse" else e[:, own]
@@ -66,43 +66,49 @@ def on_a_hopper_gpu(patch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
-def check_auto(rank: int) -> None:
-    """Several branches: own rows go through the kernels, others do not; one branch and zigzag shards: none do."""
-    whole = torch.randn(3, 1, 96, 2, 16, generator=torch.Generator().manual_seed(1))
-    group, own = dist.group.WORLD, slice(32 * rank, 32 * rank + 32)
-    with pytest.MonkeyPatch.context() as patch:
-        launched = on_a_hopper_gpu(patch)
-        for pattern, layout, fused in (
-            (Dilated([16, 96], [1, 2]), "contiguous", True),
-            (Dilated([16, 96], [1, 2]), Shards.of([32] * 3, "contiguous"), True),
-            (Dilated([96], [2]), "contiguous", False),
-            (Dilated([16, 96], [1, 2]), "zigzag", False),
-        ):
-            q, k, v = (x[:, own].clone().requires_grad_() for x in whole)
-            out = attention(q, k, v, pattern, group=group, layout=layout, transport="ring")
-            if layout != "zigzag":
-                expected = attention(*whole.double(), pattern, backend="reference")[:, own]
-                torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=5e-6)
-            out.sum().backward()
-            assert launched == ["hopper"] * 2 * fused  # forward and backward
-            launched.clear()
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[5]}")
+def test_rows_are_those_of_one_device(on_ranks, case):
+    on_ranks(3, check, case)
 
 
-def work(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
-    for case in CASES:
-        check(case, rank)
+def check_refusals(group) -> None:
     x = torch.randn(1, 4, 2, 16)
     for message, bad in (("contiguous shards", {"layout": "zigzag"}), ("dropout", {"dropout_p": 0.1, "seed": 1})):
         with pytest.raises(ValueError, match=message):
-            attention(x, x, x, Dilated([4], [1]), group=dist.group.WORLD, backend="triton", **bad)
-    check_auto(rank)
-    dist.destroy_process_group()
+            attention(x, x, x, Dilated([4], [1]), group=group, backend="triton", **bad)
 
 
-def test_the_same_as_on_one_device(tmp_path):
-    ranks.start(work, (str(tmp_path / "store"),), 3)
+def test_refusals(on_ranks):
+    on_ranks(3, check_refusals)
+
+
+def check_auto(group, pattern, layout, fused: bool) -> None:
+    rank, whole = dist.get_rank(), torch.randn(3, 1, 96, 2, 16, generator=torch.Generator().manual_seed(1))
+    own = slice(32 * rank, 32 * rank + 32)
+    with pytest.MonkeyPatch.context() as patch:
+        launched = on_a_hopper_gpu(patch)
+        q, k, v = (x[:, own].clone().requires_grad_() for x in whole)
+        out = attention(q, k, v, pattern, group=group, layout=layout, transport="ring")
+        if layout != "zigzag":
+            expected = attention(*whole.double(), pattern, backend="reference")[:, own]
+            torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=5e-6)
+        out.sum().backward()
+        assert launched == ["hopper"] * 2 * fused  # forward and backward
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layout", "fused"),
+    [
+        (Dilated([16, 96], [1, 2]), "contiguous", True),
+        (Dilated([16, 96], [1, 2]), Shards.of([32] * 3, "contiguous"), True),
+        (Dilated([96], [2]), "contiguous", False),
+        (Dilated([16, 96], [1, 2]), "zigzag", False),
+    ],
+    ids=["contiguous", "lengths", "one branch", "zigzag"],
+)
+def test_auto(on_ranks, pattern, layout, fused):
+    """Several branches: own rows go through the kernels, others do not; one branch and zigzag shards: none do."""
+    on_ranks(3, check_auto, pattern, layout, fused)
 
 
 def test_what_auto_takes_for_own_rows():
@@ -156,9 +162,8 @@ def test_what_explain_and_the_simulation_say(monkeypatch):
     torch.testing.assert_close(out, expected, rtol=2e-5, atol=5e-6)
 
 
-def share_a_gpu(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    pattern, own = Dilated([128, 1000], [1, 4]), slice(0, 600) if rank == 0 else slice(600, 1000)
+def share_a_gpu(group) -> None:
+    pattern, own = Dilated([128, 1000], [1, 4]), slice(0, 600) if dist.get_rank() == 0 else slice(600, 1000)
     whole = torch.randn(4, 2, 1000, 4, 64, generator=torch.Generator().manual_seed(0)).cuda().bfloat16()
 
     def run(*tensors, **options):
@@ -172,16 +177,15 @@ def share_a_gpu(rank: int, store: str) -> None:
         for causal in (False, True):
             exact = run(*whole.double(), backend="reference", is_causal=causal)
             measure = run(*whole, backend="sdpa", is_causal=causal)
-            actual = run(*(x[:, own] for x in whole), group=dist.group.WORLD, transport="ring", is_causal=causal)
+            actual = run(*(x[:, own] for x in whole), group=group, transport="ring", is_causal=causal)
             for name, a, m, e in zip(("out", "dq", "dk", "dv"), actual, measure, exact, strict=True):
                 error, stock_error = (float((x - e[:, own]).norm()) for x in (a, m[:, own]))
                 assert error < 2 * stock_error, f"{name}, causal={causal}: {error} and {stock_error}"
     hopper = torch.cuda.get_device_capability()[0] == 9
     assert launched == ["hopper"] * 4 * hopper  # forward and backward, causal and not
-    dist.destroy_process_group()
 
 
 @pytest.mark.gpu
-def test_own_rows_on_a_gpu(tmp_path):
+def test_own_rows_on_a_gpu(on_ranks):
     """Two ranks on one GPU, over gloo and host memory, as ``auto`` does it: as exact as PyTorch's operators on one."""
-    ranks.start(share_a_gpu, (str(tmp_path / "store"),), 2)
+    on_ranks(2, share_a_gpu)

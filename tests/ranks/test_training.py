@@ -11,7 +11,6 @@ import copy
 import functools
 import pickle
 import re
-import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -26,8 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import ranks
-from dilated_attention_pytorch import Dilated, DilatedAttention, RingDilatedAttention, attention
+from dilated_attention_pytorch import (
+    Dilated,
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+    attention,
+)
 from dilated_attention_pytorch.distributed import gather_sequence, shard_sequence
 
 PATTERN = ([4, 16], [1, 2])  # over 13 tokens: both branches cross the shards
@@ -65,53 +69,38 @@ def all_close(actual: Iterable[Tensor], expected: Iterable[Tensor], what: str) -
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-10, msg=lambda m: f"{what}: {m}")
 
 
-def spawn(work: Callable[..., None], world: int) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks.start(enter, (work, world, port), world)
-
-
-def enter(rank: int, work: Callable[..., None], world: int, port: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    work()
-    dist.destroy_process_group()
-
-
 # Torch's own ring attention
 
 
-def compare_with_torch() -> None:
+def compare_with_torch(group, is_causal: bool, layout: str) -> None:
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-    group = dist.group.WORLD
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = functools.partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=0.0)
     theirs._cp_options.convert_to_f32 = False  # else torch merges float64 in float32, and the difference is 5e-7
     n = 8 * dist.get_world_size()  # torch wants equal shards
-    for is_causal, layout in ((False, "contiguous"), (True, "contiguous"), (True, "zigzag")):
-        theirs._cp_options.enable_load_balance = layout == "zigzag"
-        torch.manual_seed(0)
-        whole = torch.randn(4, 2, n, 4, 8, dtype=torch.float64)
-        *qkv, dout = (shard_sequence(x, group, layout=layout).requires_grad_() for x in whole)
-        out, lse = attention(*qkv, Dilated([n], [1]), is_causal=is_causal, return_lse=True, group=group, layout=layout)
-        grads = torch.autograd.grad(out, qkv, dout)
-        q, k, v, d = (x.detach().transpose(1, 2).contiguous() for x in (*qkv, dout))
-        their_out, their_lse = theirs._templated_ring_attention(group, 2, forward, q, k, v, is_causal=is_causal)
-        their_grads = theirs._templated_ring_attention_backward(
-            group, 2, backward, d, "grad_out", q, k, v, their_out, their_lse, is_causal
-        )
-        expected = (their_lse, *(x.transpose(1, 2) for x in (their_out, *their_grads)))
-        all_close((lse, out, *grads), expected, f"{layout}, is_causal={is_causal}")  # measured: 1e-15
+    theirs._cp_options.enable_load_balance = layout == "zigzag"
+    torch.manual_seed(0)
+    whole = torch.randn(4, 2, n, 4, 8, dtype=torch.float64)
+    *qkv, dout = (shard_sequence(x, group, layout=layout).requires_grad_() for x in whole)
+    out, lse = attention(*qkv, Dilated([n], [1]), is_causal=is_causal, return_lse=True, group=group, layout=layout)
+    grads = torch.autograd.grad(out, qkv, dout)
+    q, k, v, d = (x.detach().transpose(1, 2).contiguous() for x in (*qkv, dout))
+    their_out, their_lse = theirs._templated_ring_attention(group, 2, forward, q, k, v, is_causal=is_causal)
+    their_grads = theirs._templated_ring_attention_backward(
+        group, 2, backward, d, "grad_out", q, k, v, their_out, their_lse, is_causal
+    )
+    expected = (their_lse, *(x.transpose(1, 2) for x in (their_out, *their_grads)))
+    all_close((lse, out, *grads), expected, f"{layout}, is_causal={is_causal}")  # measured: 1e-15
 
 
-def test_one_dense_segment_is_torch_ring_attention():
+@pytest.mark.parametrize(("is_causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
+def test_one_dense_segment_is_torch_ring_attention(on_ranks, is_causal, layout):
     name = "torch.distributed.tensor.experimental._context_parallel._attention"
     theirs = pytest.importorskip(name, reason="this torch keeps its ring attention elsewhere")
     if not hasattr(theirs, "_templated_ring_attention_backward"):
         pytest.skip("this torch has no _templated_ring_attention_backward")
-    spawn(compare_with_torch, 3)
+    on_ranks(3, compare_with_torch, is_causal, layout)
 
 
 # Training steps
@@ -181,23 +170,38 @@ def shard_over(mesh: DeviceMesh | None) -> Callable[[Model], nn.Module]:
     return wrap
 
 
-def check_steps() -> None:
-    ddp = DistributedDataParallel
-    meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=names) for names in (("dp", "cp"), ("cp", "dp"))]
-    for some_count in (False, True):
-        expected = steps_of_one_device(some_count)
-        for mesh in meshes:
-            for name, wrap in (("DDP", ddp), ("FSDP2", shard_over(None)), ("FSDP2 in 2-D", shard_over(mesh))):
-                actual = steps_of_many(mesh, wrap, some_count=some_count)
-                all_close(actual, expected, f"{name}, {mesh}, some_count={some_count}")  # measured: 2e-16
-        all_close(steps_of_many(mesh, ddp, some_count=some_count, gather=True), expected, "gathered")
-    compiled = steps_of_many(mesh, lambda model: ddp(torch.compile(model, backend="aot_eager")), some_count=True)
-    all_close(compiled, expected, "compiled")
-    check_docs()
+DDP = DistributedDataParallel
+MESHES = [("dp", "cp"), ("cp", "dp")]
 
 
-def check_docs() -> None:
-    """The page's code, run here as it stands, next to one device."""
+def check_steps(group, wrapper: str, names: tuple[str, str], some_count: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    wrap, gather = {
+        "DDP": (DDP, False),
+        "FSDP2": (shard_over(None), False),
+        "FSDP2 in 2-D": (shard_over(mesh), False),
+        "gathered": (DDP, True),
+        "compiled": (lambda model: DDP(torch.compile(model, backend="aot_eager")), False),
+    }[wrapper]
+    actual = steps_of_many(mesh, wrap, some_count=some_count, gather=gather)
+    all_close(actual, steps_of_one_device(some_count), wrapper)  # measured: 2e-16
+
+
+@pytest.mark.parametrize("some_count", [False, True], ids=["all tokens", "some tokens"])
+@pytest.mark.parametrize(
+    ("wrapper", "names"),
+    [(wrapper, names) for wrapper in ("DDP", "FSDP2", "FSDP2 in 2-D") for names in MESHES] + [("gathered", MESHES[1])],
+    ids=str,
+)
+def test_steps_are_those_of_one_device(on_ranks, wrapper, names, some_count):
+    on_ranks(4, check_steps, wrapper, names, some_count)
+
+
+def test_steps_of_a_compiled_model(on_ranks):
+    on_ranks(4, check_steps, "compiled", MESHES[1], True)
+
+
+def check_docs(group) -> None:
     page = Path(__file__).parents[2] / "docs" / "training.md"
     torch.set_default_dtype(torch.float64)
     names: dict = {}
@@ -215,8 +219,39 @@ def check_docs() -> None:
     all_close(names["model"].parameters(), one.parameters(), "docs/training.md")
 
 
-def test_steps_are_those_of_one_device():
-    spawn(check_steps, 4)
+def test_page(on_ranks):
+    """The code of docs/training.md, run as it is, next to one device."""
+    on_ranks(4, check_docs)
+
+
+# DDP over samples, without a group of its own
+
+
+def multihead() -> nn.Module:
+    torch.manual_seed(1)
+    return MultiheadDilatedAttention(16, 4, [8, 16], [1, 2], num_kv_heads=2, dtype=torch.float64)
+
+
+def one_step(model: nn.Module, x: Tensor) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(x, x, x, is_causal=True)[0].square().mean().backward()
+    optimizer.step()
+
+
+def check_samples_over_ranks(group) -> None:
+    samples = torch.randn(4, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    together, one = DDP(multihead()), multihead()
+    one_step(together, samples.chunk(2)[dist.get_rank()])
+    one_step(one, samples)
+    for (name, a), b, before in zip(
+        together.module.named_parameters(), one.parameters(), multihead().parameters(), strict=True
+    ):
+        assert not torch.equal(b, before), name
+        torch.testing.assert_close(a, b)
+
+
+def test_samples_over_ranks(on_ranks):
+    on_ranks(2, check_samples_over_ranks)
 
 
 # Compile, checkpoints, AMP, copies
@@ -236,6 +271,10 @@ def out_and_gradients(run: Callable[[Tensor], Tensor], model: Model, dtype=torch
         for grad in grads:
             dist.all_reduce(grad)
     return [out.detach(), dx, *grads]
+
+
+def check_eager(model: Model, expected: list[Tensor]) -> None:
+    all_close(out_and_gradients(model, model), expected, "eager")
 
 
 def check_compile(model: Model, expected: list[Tensor]) -> None:
@@ -271,10 +310,12 @@ def check_copies(model: Model, expected: list[Tensor]) -> None:
     all_close(out_and_gradients(nn.DataParallel(model), model), expected, "DataParallel")
 
 
-def check_autocast(exact: list[Tensor]) -> None:
+def check_autocast(group) -> None:
+    one = make()
+    exact = out_and_gradients(one, one)
     results = []
-    for group in (None, dist.group.WORLD):
-        model = make(group, torch.float32)
+    for some in (None, group):
+        model = make(some, torch.float32)
         types: list[torch.dtype] = []
         model.attend.register_forward_hook(lambda _, args, out, types=types: types.extend((args[0].dtype, out.dtype)))
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -289,8 +330,7 @@ def check_autocast(exact: list[Tensor]) -> None:
         assert error < 1.5 * error_of_one  # measured: 1.06
 
 
-def check_second_derivatives() -> None:
-    """Refused: autograd does not see what other ranks do."""
+def check_second_derivatives(group) -> None:
     x = torch.randn(1, 3, requires_grad=True)
     (dx,) = torch.autograd.grad(gather_sequence(x, dist.group.WORLD).pow(3).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
@@ -303,16 +343,24 @@ def check_second_derivatives() -> None:
             dq.sum().backward()
 
 
-def check_model() -> None:
-    model, one = make(dist.group.WORLD), make()
-    expected = out_and_gradients(one, one)
-    all_close(out_and_gradients(model, model), expected, "eager")  # measured: 5e-15, as all of these
-    check_compile(model, expected)
-    check_checkpoint(model, expected)
-    check_copies(model, expected)
-    check_autocast(expected)
-    check_second_derivatives()
+CHECKS = {"eager": check_eager, "compile": check_compile, "checkpoint": check_checkpoint, "copies": check_copies}
 
 
-def test_compile_checkpoint_copies_and_autocast():
-    spawn(check_model, 3)
+def check_model(group, name: str) -> None:
+    one = make()
+    CHECKS[name](make(group), out_and_gradients(one, one))  # measured: 5e-15, as all of these
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_model(on_ranks, name):
+    """Out and gradients of all ranks are those of one device."""
+    on_ranks(3, check_model, name)
+
+
+def test_autocast(on_ranks):
+    on_ranks(3, check_autocast)
+
+
+def test_second_derivatives(on_ranks):
+    """Refused: autograd does not see what other ranks do."""
+    on_ranks(3, check_second_derivatives)

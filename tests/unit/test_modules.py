@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import oracle
-import ranks
 from dilated_attention_pytorch import (
     Attention,
     BlockSparse,
@@ -306,43 +305,6 @@ def test_bad_inputs():
     long = torch.zeros(1, 9000, 32)
     with pytest.raises(ValueError, match=r"use attention_map\(query_rows=...\)"):
         module(long, long, long, need_weights=True)
-
-
-def ddp_step(rank: int, folder: str) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model = nn.parallel.DistributedDataParallel(training_model())
-    step(model, training_batch().chunk(2)[rank])
-    torch.save(model.module.state_dict(), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def training_model() -> nn.Module:
-    torch.manual_seed(1)
-    return MultiheadDilatedAttention(16, 4, [8, 16], [1, 2], num_kv_heads=2, dtype=torch.float64)
-
-
-def training_batch() -> torch.Tensor:
-    return torch.randn(4, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-
-
-def step(model: nn.Module, x: torch.Tensor) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(x, x, x, is_causal=True)[0].square().mean().backward()
-    optimizer.step()
-
-
-def test_a_ddp_step_equals_a_single_process_step(tmp_path):
-    ranks.start(ddp_step, (str(tmp_path),), 2)
-    alone = training_model()
-    before = {name: x.clone() for name, x in alone.state_dict().items()}
-    step(alone, training_batch())
-    for rank in range(2):
-        together = torch.load(tmp_path / f"{rank}.pt")
-        for name, x in alone.state_dict().items():
-            assert not torch.equal(x, before[name]), name
-            torch.testing.assert_close(together[name], x)
 
 
 def replica(module):
