@@ -105,9 +105,9 @@ def test_auto_and_seeds():
     torch.manual_seed(1)
     assert torch.equal(run(), first)
     assert not torch.equal(first, second)
-    module = BlockSparseRingDilatedAttention([40], [1], config("local_window"), attention_dropout=0.5)
+    module = BlockSparseRingDilatedAttention(sparse_config=config("local_window"), dropout_p=0.5)
     torch.manual_seed(1)
     assert torch.equal(module(q, k, v), first)
     assert torch.equal(module.eval()(q, k, v), attention(q, k, v, pattern))
-    with pytest.raises(ValueError, match=r"0 <= p < 1, got 1.5"):
-        BlockSparseRingDilatedAttention([40], [1], attention_dropout=1.5)
+    with pytest.raises(ValueError, match=r"0 <= dropout_p < 1, got 1.5"):
+        BlockSparseRingDilatedAttention([40], [1], dropout_p=1.5)

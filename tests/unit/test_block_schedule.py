@@ -294,13 +294,13 @@ def test_module_without_a_group():
 
     assert long_name.BlockSparseRingDistributedDilatedAttention is BlockSparseRingDistributedDilatedAttention
     assert long_name.DistributedSparseConfig is DistributedSparseConfig
-    model = BlockSparseRingDistributedDilatedAttention(512, 8, [4096], [1], DistributedSparseConfig(0.05), dropout=0.2)
+    model = BlockSparseRingDistributedDilatedAttention(512, 8, None, None, DistributedSparseConfig(0.05), dropout_p=0.2)
     assert "sparsity_ratio=0.05, pattern_type='hierarchical'" in repr(model)
-    assert "attention_dropout=0.2" in repr(model)
+    assert "dropout_p=0.2" in repr(model)
     x = torch.zeros(1, 10, 512)
-    with pytest.raises(RuntimeError, match=r"needs a process group: .* or use BlockSparseRingDilatedAttention on one"):
+    with pytest.raises(RuntimeError, match=r"needs a process group: .* or BlockSparseRingDilatedAttention on one device"):
         model(x, x, x)
     with pytest.raises(ValueError, match="needs the whole sequence, of which a rank has a shard"):
         model.attention_map(x, x, [0])
     with pytest.raises(TypeError, match="distributed_config must be a DistributedSparseConfig, got dict"):
-        BlockSparseRingDistributedDilatedAttention(512, 8, [4096], [1], {"sparsity_ratio": 0.1})
+        BlockSparseRingDistributedDilatedAttention(512, 8, distributed_config={"sparsity_ratio": 0.1})

@@ -269,7 +269,7 @@ def test_explain():
         ({"n": 5}, ValueError, "an order needs as many queries as keys, got 5 and 20; decode without an order"),
         ({"lengths": torch.tensor([20, 3])}, ValueError, "lengths and cu_seqlens do not go with it; call once for each"),
         ({"cu_seqlens": torch.tensor([0, 20])}, ValueError, "lengths and cu_seqlens do not go with it"),
-        ({"order": None, "ordered": True}, ValueError, "ordered=True says that rows already lie in an order: pass that"),
+        ({"order": None, "ordered": True}, ValueError, "ordered=True says that rows are in an order already: pass that"),
         ({"ordered": 1}, TypeError, "ordered must be True, False or None, got 1; pass the order itself as order"),
         ({"order": random_order(20, 3)}, ValueError, "the order is for 3 samples, got a batch of 2"),
         (

@@ -201,7 +201,7 @@ def test_operators(kind):
 @pytest.mark.parametrize("kind", ["dilated_sparse", "adaptive"])
 def test_module_compiled(kind):
     order = random_order(70, 2)
-    module = BlockSparseRingDilatedAttention([40, 96], [1, 2], config(kind), order=order)
+    module = BlockSparseRingDilatedAttention(sparse_config=config(kind), order=order)
     counter = CompileCounterWithBackend("aot_eager")
 
     def layer(q, k, v):
@@ -231,7 +231,7 @@ def test_module():
     assert "order=Hilbert.grid(7, 10), ordered=True" in repr(ordered)
     assert ordered.state_dict() == {}
     assert ordered.to("meta").order.device.type == "meta"
-    with pytest.raises(ValueError, match="ordered=True says that rows already lie in an order"):
+    with pytest.raises(ValueError, match="ordered=True says that rows are in an order already"):
         BlockSparseRingDilatedAttention(*arguments, ordered=True)
     with pytest.raises(TypeError, match="order must be an Order, got list"):
         BlockSparseRingDilatedAttention(*arguments, order=[1, 0])

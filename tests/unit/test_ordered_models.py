@@ -1,4 +1,4 @@
-"""Models that apply an order once: rows that already lie in it, and modules."""
+"""Models that apply an order once: rows that are in it already, and modules."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_explain_says_why_not():
     assert "not       sdpa: dropout is not supported" in str(explained)
     with pytest.raises(ValueError, match="no backend can serve this call"):
         explain(q, q, q, Dilated([8], [1]), dropout_p=0.1, backend="sdpa")
-    with pytest.raises(ValueError, match="0 <= p < 1, got 3"):
+    with pytest.raises(ValueError, match="0 <= dropout_p < 1, got 3"):
         explain(q, q, q, Dilated([8], [1]), dropout_p=3)
 
 
