@@ -225,7 +225,7 @@ class RingDilatedAttention(Attention):
         offsets: str | Sequence[int] = "interleaved",
         **options: Unpack[ModuleOptions],
     ) -> None:
-        options["group"] = sharding_or_all_ranks(options.get("group"), options.pop("layout", None))
+        default_to_all_ranks(options)
         super().__init__(Dilated(segment_lengths, dilation_rates, offsets), **options)
 
 
@@ -275,12 +275,8 @@ def _with_branches(config: SparsePatternConfig, lengths: Sequence[int], rates: S
     return replace(config, segment_lengths=branches.segment_lengths, dilation_rates=branches.dilation_rates)
 
 
-def sharding_or_all_ranks(
-    group: ProcessGroup | DeviceMesh | Sharding | None, layout: str | Shards | None
-) -> Sharding:  # fmt: skip
-    """The sharding that a module's arguments describe; the default group is all ranks of the job."""
-    if group is None:
-        return Sharding(None, "contiguous" if layout is None else layout)
-    sharding = as_sharding(group, layout)
-    assert sharding is not None
-    return sharding
+def default_to_all_ranks(options: ModuleOptions) -> None:
+    """Let ``group`` be all ranks of the job if it is None."""
+    if options.get("group") is None:
+        layout = options.pop("layout", None)
+        options["group"] = Sharding(None, "contiguous" if layout is None else layout)

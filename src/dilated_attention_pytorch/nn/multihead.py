@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-from dilated_attention_pytorch.nn.attention import sharding_or_all_ranks
+from dilated_attention_pytorch.nn.attention import default_to_all_ranks
 from dilated_attention_pytorch.nn.projected import ProjectedAttention, ProjectionOptions
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.patterns.tiers import DistributedSparseConfig
@@ -87,5 +87,5 @@ class BlockSparseRingDistributedDilatedAttention(ProjectedAttention):
         config = DistributedSparseConfig() if distributed_config is None else distributed_config
         if not isinstance(config, DistributedSparseConfig):
             raise TypeError(f"distributed_config must be a DistributedSparseConfig, got {type(config).__name__}")
-        options["group"] = sharding_or_all_ranks(options.get("group"), options.pop("layout", None))
+        default_to_all_ranks(options)
         super().__init__(config, embed_dim, num_heads, **options)

@@ -174,15 +174,9 @@ class ProjectedAttention(nn.Module):
         torch.Size([1, 4, 2, 1000])
         """
         self._check_weights("attention_map")
-        self._check_embeddings(query, key, None)
-        unbatched = query.dim() == 2
-        if unbatched:
-            dim = 0 if self.batch_first else 1
-            query, key = query.unsqueeze(dim), key.unsqueeze(dim)
-        q = self._heads(query, self.q_proj, self.num_heads)
-        k = self._heads(key, self.k_proj, self.num_kv_heads)
+        q, k = self._project({"query": query, "key": key})
         weights = self._weights(q, k, query_rows, is_causal, lengths)
-        return weights.squeeze(0) if unbatched else weights
+        return weights.squeeze(0) if query.dim() == 2 else weights
 
     def _prepare(
         self,
@@ -201,14 +195,7 @@ class ProjectedAttention(nn.Module):
                 "attn_mask is not supported: the pattern decides which positions meet; use is_causal=True for "
                 "causal attention and key_padding_mask or lengths for padding"
             )
-        self._check_embeddings(query, key, value)
-        if query.dim() == 2:
-            dim = 0 if self.batch_first else 1
-            query, key, value = (x.unsqueeze(dim) for x in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        q = self._heads(query, self.q_proj, self.num_heads)
-        k = self._heads(key, self.k_proj, self.num_kv_heads)
-        v = self._heads(value, self.v_proj, self.num_kv_heads)
+        q, k, v = self._project({"query": query, "key": key, "value": value})
         if need_weights:
             self._check_weights("need_weights=True")
             if cu_seqlens is not None:
@@ -217,7 +204,8 @@ class ProjectedAttention(nn.Module):
             self._check_one_device("key_padding_mask")
             if lengths is not None:
                 raise ValueError("key_padding_mask and lengths say the same thing; pass one of them")
-            lengths = _lengths_from_mask(key_padding_mask, k.shape[0], k.shape[1])
+            mask = key_padding_mask.unsqueeze(0) if query.dim() == 2 else key_padding_mask
+            lengths = _lengths_from_mask(mask, k.shape[0], k.shape[1])
         if need_weights and q.shape[0] * self.num_heads * q.shape[1] * k.shape[1] > MAX_WEIGHTS:
             raise ValueError(
                 f"need_weights=True returns at most {MAX_WEIGHTS} weights (batch * heads * queries * keys), got "
@@ -226,11 +214,29 @@ class ProjectedAttention(nn.Module):
             )
         return q, k, v, lengths
 
-    def _heads(self, x: Tensor, projection: nn.Linear, heads: int) -> Tensor:
-        """Project (B, N, E) or (N, B, E) to (B, N, heads, head size)."""
-        projected: Tensor = projection(x)
-        batch_first = projected if self.batch_first else projected.transpose(0, 1)
-        return batch_first.view(*batch_first.shape[:2], heads, self.head_dim)
+    def _project(self, embeddings: dict[str, Tensor]) -> list[Tensor]:
+        """Check embeddings by their names and project them to (B, N, heads, head size)."""
+        projections = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj}
+        dims, query = "batch, sequence" if self.batch_first else "sequence, batch", embeddings["query"]
+        for name, x in embeddings.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            size = projections[name].in_features
+            if x.dim() not in (2, 3) or x.shape[-1] != size:
+                raise ValueError(
+                    f"{name} must be ({dims}, {size}), or (sequence, {size}) for one sample; got {tuple(x.shape)}"
+                )
+            if x.dim() != query.dim():
+                raise ValueError(
+                    f"{name} must have as many dimensions as query, got {tuple(x.shape)} and {tuple(query.shape)}"
+                )
+        projected = []
+        for name, x in embeddings.items():
+            batched = x if x.dim() == 3 else x.unsqueeze(0 if self.batch_first else 1)
+            y = projections[name](batched)
+            y = y if self.batch_first else y.transpose(0, 1)
+            projected.append(y.view(*y.shape[:2], projections[name].out_features // self.head_dim, self.head_dim))
+        return projected
 
     def _weights(
         self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool, lengths: Tensor | None
@@ -238,24 +244,6 @@ class ProjectedAttention(nn.Module):
         pattern, scale = self.attention.pattern, self.attention.scale
         assert not isinstance(pattern, DistributedSparseConfig)  # it needs a group, with which there are no weights
         return attention_weights(q, k, pattern, rows, is_causal=is_causal, scale=scale, lengths=lengths)
-
-    def _check_embeddings(self, query: Tensor, key: Tensor, value: Tensor | None) -> None:
-        named = {"query": (query, self.q_proj), "key": (key, self.k_proj)}
-        if value is not None:
-            named["value"] = (value, self.v_proj)
-        order = "batch, sequence" if self.batch_first else "sequence, batch"
-        for name, (x, projection) in named.items():
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-            size = projection.in_features
-            if x.dim() not in (2, 3) or x.shape[-1] != size:
-                raise ValueError(
-                    f"{name} must be ({order}, {size}), or (sequence, {size}) for one sample; got {tuple(x.shape)}"
-                )
-            if x.dim() != query.dim():
-                raise ValueError(
-                    f"{name} must have as many dimensions as query, got {tuple(x.shape)} and {tuple(query.shape)}"
-                )
 
     def _check_one_device(self, what: str) -> None:
         if self.attention.sharding is not None:
