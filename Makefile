@@ -5,14 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test check format bench test-gpu clean
+.PHONY: help demo quick test check format bench test-gpu test-machine-code clean
 help:
 	@echo "make demo      run dilated attention on a real text, next to dense attention"
-	@echo "make test      run the tests"
+	@echo "make quick     run the tests for before a commit, in less than 3 minutes on 2 cores"
+	@echo "make test      run all tests that need no GPU, in less than 12 minutes on 2 cores"
 	@echo "make check     ruff and mypy"
 	@echo "make format    let ruff format and fix the sources"
 	@echo "make bench     measure on this machine's CPU, into benchmarks/results"
 	@echo "make test-gpu  run the GPU tests with the python3 that holds torch, without installing"
+	@echo "make test-machine-code  compare the kernels' machine code with the numbers of the pinned Triton"
 	@echo "make clean     delete the virtual environment"
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -23,8 +25,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/dilated-attention demo $(ARGS)
 
+quick: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m quick $(ARGS)
+
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+
+test-machine-code: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m machine_code $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

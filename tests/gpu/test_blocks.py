@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dilated_attention_pytorch.blocks import call as block_call
+from dilated_attention_pytorch.blocks import ops as block_ops
 from torch.nn.attention import flex_attention
 
 import block_oracle
@@ -11,8 +13,6 @@ import oracle
 from block_cases import plain, positions_met, with_grads
 from dilated_attention_pytorch import BlockSparse, SparsePatternConfig, attention
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.blocks import call as block_call
-from dilated_attention_pytorch.blocks import ops as block_ops
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ["triton", "hopper"]

@@ -1,241 +1,93 @@
-"""The configurations compiled for sm_90 and others, without a GPU: tensor cores, wide copies, shared memory, spills."""
+"""Each shipped configuration compiled once, without a GPU: it compiles, fits into shared memory and uses tensor cores.
+
+What the machine code looks like is in test_machine_code.py.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
-from functools import lru_cache
-from pathlib import Path
-from typing import TextIO
 
 import pytest
 
 import sass
-from dilated_attention_pytorch.backends.triton.configs import _HOPPER, _OTHER
+from compiler import OTHER_SHARED_LIMIT, SHARED_LIMIT, compiled
+from dilated_attention_pytorch.backends.hopper.configs import TABLE
+from dilated_attention_pytorch.backends.triton.configs import _HOPPER, _HOPPER_BLOCKS, _OTHER
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
-SCRIPT = Path(__file__).parents[1] / "support" / "compile_kernels.py"
-SHARED_LIMIT = 232_448  # bytes per block on sm_90
+KERNELS = ("forward", "dq", "dkv")
 
 
-def compiled(arguments: list) -> dict:
-    (used,) = compiled_together([arguments])
-    return used
+def check_portable(used: dict, config, limit: int) -> None:
+    assert used["shared_bytes"] <= limit
+    assert (used["tensor_cores"] or used["warp_products"]) == (config.float32 == "tf32x3")
+    assert not used["narrow_products"]  # Triton's have read memory that is not theirs
 
 
-@lru_cache
-def compiler(capability: int) -> tuple[subprocess.Popen, TextIO]:
-    """A process that compiles until this one ends, and its errors: its start takes as long as a compilation."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", SCRIPT, str(capability)]
-    errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True), errors
+def portable(kernel: str, size: int, head_dim: int, config) -> list:
+    blocks = [config.block_m, config.block_n, config.warps, config.stages]
+    return [kernel, size, head_dim, *blocks, True, False, config.float32]
 
 
-def compiled_together(several: list[list], capability: int = 90) -> list[dict]:
-    process, errors = compiler(capability)
-    answers = []
-    for case in several:
-        print(json.dumps(case), file=process.stdin, flush=True)
-        answers.append(process.stdout.readline())
-        if not answers[-1]:
-            compiler.cache_clear()
-            process.wait()
-            errors.seek(0)
-            raise AssertionError(f"{case}: {errors.read()}")
-    return [json.loads(answer) for answer in answers]
-
-
-# Bytes of registers that kernels may spill, by head size: dk and dv together do, and 256 columns.
-HALF_SPILLS = {"forward": {64: 0, 128: 0, 256: 576}, "dq": {64: 0, 128: 0, 256: 512}, "dkv": {64: 32, 128: 192, 256: 160}}
-
-
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_half_precision_kernels(kernel):
-    spills = HALF_SPILLS[kernel]
-    configs = {head_dim: getattr(_HOPPER[2, head_dim], kernel) for head_dim in spills}
-    cases = [[kernel, 2, d, c.block_m, c.block_n, c.warps, c.stages] for d, c in configs.items()]
-    for used, config, most in zip(compiled_together(cases), configs.values(), spills.values(), strict=True):
-        # Products of 64 rows and more, but of 32 for dk and dv of 256 columns.
-        assert used["tensor_cores"] if config.block_n >= 64 or kernel != "dkv" else used["warp_products"]
+# Head size 16 has the configuration of 64: its narrow products once read outside of their operands.
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("size", "head_dim"), [*_HOPPER, (4, 16)])
+def test_portable_kernels(kernel, size, head_dim):
+    config = getattr(_HOPPER[size, max(64, head_dim)], kernel)
+    (used,) = compiled([portable(kernel, size, head_dim, config)])
+    check_portable(used, config, SHARED_LIMIT)
+    if size == 2:
         assert used["wide_copies"] == (config.stages > 1)
-        assert used["shared_bytes"] <= SHARED_LIMIT
-        assert used["spilled_bytes"] <= most
-        if used["tensor_cores"]:  # before and after the loop over whole blocks, not in it
-            assert min(used["loops"], key=lambda loop: loop["instructions"])["local_memory"] == 0
 
 
-# Bytes of registers that float32 kernels may spill, by head size. What is split in three takes room; without tensor cores
-# they would spill 376 bytes and more.
-SINGLE_SPILLS = {
-    "forward": {16: 0, 64: 32, 128: 128, 256: 512},
-    "dq": {16: 0, 64: 0, 128: 256, 256: 1_792},
-    "dkv": {16: 0, 64: 96, 128: 448, 256: 2_560},
-}
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("size", "head_dim"), _OTHER)
+def test_portable_kernels_of_other_gpus(kernel, size, head_dim):
+    """Compiled for Ampere, whose tensor cores Ada's are too."""
+    config = getattr(_OTHER[size, head_dim], kernel)
+    (used,) = compiled([portable(kernel, size, head_dim, config)], 86)
+    check_portable(used, config, OTHER_SHARED_LIMIT)
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_single_precision_kernels(kernel):
-    spills = SINGLE_SPILLS[kernel]
-    configs = {head_dim: getattr(_HOPPER[4, max(64, head_dim)], kernel) for head_dim in spills}
-    cases = [
-        [kernel, 4, d, c.block_m, c.block_n, c.warps, c.stages, True, False, c.float32] for d, c in configs.items()
-    ]  # fmt: skip
-    for used, config, most in zip(compiled_together(cases), configs.values(), spills.values(), strict=True):
-        assert (used["tensor_cores"] or used["warp_products"]) == (config.float32 == "tf32x3")
-        assert not used["narrow_products"]  # Triton's have read memory that is not theirs
-        assert used["shared_bytes"] <= SHARED_LIMIT
-        assert used["spilled_bytes"] <= most
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("size", "head_dim"), _HOPPER_BLOCKS)
+def test_portable_kernels_over_block_lists(kernel, size, head_dim):
+    config = getattr(_HOPPER_BLOCKS[size, head_dim], kernel)
+    (used,) = compiled([[f"block {kernel}", size, head_dim, 128]])
+    check_portable(used, config, SHARED_LIMIT)
 
 
-# What other GPUs have the least of: a block of an RTX 30, 40 or 50 has 99 KiB. Bytes of registers that may be spilled.
-OTHER_SHARED_LIMIT = 101_376
-OTHER_SPILLS = {(2, 64): 0, (2, 256): 128, (4, 128): 256, (4, 256): 2_304}
+# A row of the table each, with a variant each: head size, writes the result or partial results, query heads per key head,
+# partial results to be added, float32 results (of a ring's ranks).
+HOPPER_CASES = {32: [24, True, 2, 8, True], 64: [64, True, 1, 8], 96: [80, False, 2, 8], 128: [128, True, 1, 8]}
+# Head size, block size, causal, query heads per key head.
+HOPPER_BLOCK_CASES = {32: [24, 128, True, 1], 64: [64, 128, True, 1], 96: [96, 128, False, 1], 128: [128, 256, False, 2]}
+DESCRIPTORS = {"forward": 12, "dq": 8, "dkv": 10, "joint": 11}
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_tables_of_other_gpus(kernel):
-    """Compiled for Ampere, whose tensor cores Ada's are too; nothing of it has been run on either. Half of the table."""
-    configs = {sizes: getattr(_OTHER[sizes], kernel) for sizes in OTHER_SPILLS}
-    cases = [
-        [kernel, *sizes, c.block_m, c.block_n, c.warps, c.stages, True, False, c.float32] for sizes, c in configs.items()
-    ]
-    cases.append([f"block {kernel}", 4, 128, 128])
-    for used in compiled_together(cases, 86):
-        sizes = tuple(used["arguments"][1:3])
-        assert used["warp_products"] == (configs[sizes].float32 == "tf32x3")
-        assert used["shared_bytes"] <= OTHER_SHARED_LIMIT
-        assert used["spilled_bytes"] <= OTHER_SPILLS[sizes]
-
-
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_kernels_of_ordered_sequences(kernel):
-    config = getattr(_HOPPER[2, 64], kernel)
-    used = compiled([kernel, 2, 64, config.block_m, config.block_n, config.warps, config.stages, True, True])
-    assert used["tensor_cores"]
-    assert used["wide_copies"]
+def check_hopper(used: dict, kernel: str) -> None:
     assert used["shared_bytes"] <= SHARED_LIMIT
-    assert used["spilled_bytes"] <= 32
-
-
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_kernels_over_block_lists(kernel):
-    halves = [[2, 64, 128, True, 1], [2, 128, 128, False, 2], [2, 256, 128, True, 1]]
-    singles = [[4, 64, 128, True, 1], [4, 128, 128, True, 1], [4, 16, 64, True, 1], [4, 256, 128, True, 1]]
-    cases = [*halves, [2, 64, 32, True, 1], *singles]
-    *found, large = compiled_together([[f"block {kernel}", *case] for case in cases])
-    halves, wide, small, singles = found[:2], *found[2:4], found[4:]
-    for used in (*found, large):
-        assert used["shared_bytes"] <= SHARED_LIMIT
-        assert not used["narrow_products"]
-    for used in (*singles, large):
-        head_dim = used["arguments"][2]
-        exact = getattr(_HOPPER[4, max(64, head_dim)], kernel).float32 == "ieee"
-        assert (used["tensor_cores"] or used["warp_products"]) != exact
-        # Of head size 256 forward, loops over whole and over partial blocks together spill twice what one loop does.
-        assert used["spilled_bytes"] <= SINGLE_SPILLS[kernel][head_dim] * (2 if head_dim == 256 else 1)
-    assert wide["warp_products" if kernel == "dkv" else "tensor_cores"]
-    assert wide["spilled_bytes"] <= 64
-    for used in halves:
-        assert used["tensor_cores"]
-        assert used["wide_copies"]
-        # Two loops, and the one without masks, the shorter, touches no memory for spilled registers.
-        masked, whole_blocks = sorted(used["loops"], key=lambda loop: -loop["instructions"])
-        assert whole_blocks["local_memory"] == 0
-        if kernel != "dkv":
-            assert used["spilled_bytes"] == masked["local_memory"] == 0
-    assert small["warp_products"]
-    assert small["spilled_bytes"] == 0
-
-
-@pytest.mark.parametrize("kernel", ["merge", "sum"])
-def test_one_merge(kernel):
-    for used in compiled_together([[f"one {kernel}", head_dim] for head_dim in (48, 64, 128)]):
-        assert used["single_loads"] == 0  # rows come 16 bytes at a time
-        assert used["spilled_bytes"] == 0
-
-
-# Head size, writes the result or parts, query heads per key head, parts to be added, float32 results (of a ring's ranks).
-# A compilation takes up to 20 seconds: each row of the table once, and each variant in one of them.
-HOPPER_CASES = [[24, True, 2, 8, True], [48, False, 1, 0], [64, True, 1, 8], [80, False, 2, 8], [128, True, 1, 8]]
-# Tensor core instructions for a block, 16 elements of the contraction each. Head size 48 is 32 and 16 columns, 80 is 64 and
-# 16: 3 or 5 instructions for scores, not 4 or 8, and two narrow ones where results have that many columns.
-PRODUCTS = {
-    "forward": {48: 3 + 8 * 2, 64: 4 + 8, 80: 5 + 8 * 2, 128: 8 + 8},
-    "dq": {48: 2 * 3 + 4 * 2, 64: 2 * 4 + 4, 80: 2 * 5 + 4 * 2, 128: 2 * 8 + 4},
-    # And one for the shifts of scores, and of their gradients.
-    "dkv": {48: 2 + 2 * 3 + 2 * 4 * 2, 64: 2 + 4 * 4, 80: 2 + 2 * 5 + 2 * 4 * 2, 128: 2 + 2 * 8 + 2 * 4},
-}
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_hopper_kernels(kernel, head_dim):
-    cases = [case for case in HOPPER_CASES if (case[0] <= 64) == (head_dim == 64)]
-    if kernel == "dkv" and head_dim == 128:  # which adds twice as many parts; what is known of so many takes a stage's room
-        cases[-1] = [128, True, 1, 32]
-    several = compiled_together([[f"hopper {kernel}", *case] for case in cases])
-    for case, used in zip(cases, several, strict=True):
-        check_hopper(kernel, used, single_results=case[4:] == [True])
-        assert case[0] not in PRODUCTS[kernel] or {x["products"] for x in used["loops"]} == {PRODUCTS[kernel][case[0]]}
-        # The next launch may begin before tables are read. Groups that add parts wait for the last launch before they read
-        # these and before they write; others read nothing.
-        group = r"WL+S+" if case[3] > 0 else r"S+"
-        assert re.fullmatch(rf"({group}|BL+)*", used["memory_order"])
-        assert used["memory_order"].count("B") == 1
-        assert used["memory_order"].count("W") == (2 * passes(kernel) if case[3] > 0 else 0)
-
-
-def test_hopper_kernel_of_all_gradients():
-    cases = [48, False, 2, 0], [64, True, 1, 32]
-    for case, used in zip(cases, compiled_together([["hopper joint", *case] for case in cases]), strict=True):
-        check_hopper("joint", used, groups=3)
-        computing, multiplying = PRODUCTS["dkv"][case[0]], 8  # 128 keys
-        assert sorted(x["products"] for x in used["loops"]) == [multiplying, computing, computing]
-        # Who adds to dq waits for the last launch as well.
-        assert used["memory_order"].count("W") == (3 if case[3] > 0 else 0)
-
-
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_hopper_kernels_over_block_lists(kernel):
-    cases = [24, 128, True, 1], [64, 128, True, 1], [96, 128, False, 1], [128, 256, False, 2]
-    for used in compiled_together([[f"hopper block {kernel}", *case] for case in cases]):
-        check_hopper(kernel, used)
-
-
-def passes(kernel):
-    """The forward has code for two: the second is online, for programs that have met an overflow."""
-    return 2 if kernel == "forward" else 1
-
-
-def check_hopper(kernel, used, single_results=False, groups=2):
-    # Two places of 128 bytes for each descriptor: compilers like to merge them.
-    assert used["scratch_bytes"] == {"forward": 12, "dq": 8, "dkv": 10, "joint": 11}[kernel] * 128
     assert used["tensor_cores"]
     assert used["tensor_copies"]
-    assert used["shared_bytes"] <= SHARED_LIMIT
-    assert used["overwritten_operands"] == []
+    assert used["scratch_bytes"] == DESCRIPTORS[kernel] * 128  # a place for each descriptor: compilers like to merge them
     number, bare = used["arrivals"]
     assert number >= 6
     assert bare == []
-    # Rows go 16 bytes at a time; what does not is lse, two rows of each thread.
-    if not single_results:
-        assert used["narrow_stores"] == (8 if kernel == "forward" else 0)
-    assert len(used["loops"]) == groups * passes(kernel)
-    if kernel == "forward":
-        # The first pass looks for no maximum.
-        first, second = used["loops"][:2]
-        assert first["instructions"] < 0.8 * second["instructions"]
-    for loop in used["loops"]:
-        # Spilled scalars are for before and after the loop. A wait per product is how the assembler serialises them all.
-        assert loop["local_memory"] <= 0.02 * loop["instructions"]
-        assert loop["waits"] <= 3 < loop["products"]
+
+
+@pytest.mark.parametrize(
+    ("row", "kernel"), [(row, kernel) for row in TABLE for kernel in (*KERNELS, "joint") if getattr(TABLE[row], kernel)]
+)
+def test_hopper_kernels(row, kernel):
+    (used,) = compiled([[f"hopper {kernel}", *HOPPER_CASES[row]]])
+    check_hopper(used, kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("row", TABLE)
+def test_hopper_kernels_over_block_lists(row, kernel):
+    (used,) = compiled([[f"hopper block {kernel}", *HOPPER_BLOCK_CASES[row]]])
+    check_hopper(used, kernel)
 
 
 def test_arrivals_without_a_barrier_are_found():

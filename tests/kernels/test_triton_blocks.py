@@ -10,12 +10,12 @@ import re
 
 import pytest
 import torch
+from dilated_attention_pytorch.blocks import call as block_call
+from dilated_attention_pytorch.blocks import ops as block_ops
 
 import block_oracle
 from block_cases import OPTIONS, assert_same, random_inputs, with_grads
 from dilated_attention_pytorch import BlockSparse, SparsePatternConfig, attention
-from dilated_attention_pytorch.blocks import call as block_call
-from dilated_attention_pytorch.blocks import ops as block_ops
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

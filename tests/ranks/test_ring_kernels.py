@@ -13,7 +13,9 @@ from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.distributed import Shards, local, simulate_ring
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
-import fast_interpreter  # noqa: F401  in each rank
+import fast_interpreter
+
+fast_interpreter.install()  # in each rank
 
 # Pattern, rows of the three ranks, heads, key heads, causal, and sequences of their own.
 CASES = [

@@ -1,15 +1,15 @@
 """Compile kernels without a GPU and print what they use: a line of JSON in, one out. Run by tests/kernels/test_compiled.py.
 
-    echo '["forward", 2, 64, 64, 64, 4, 3]' | python tests/support/compile_kernels.py      kernel, element size, head size,
-                                                                                          config
+    echo '["forward", 2, 64, 64, 64, 4, 3]' | python tests/support/compile_kernels.py
+                                                         kernel, element size, head size, config
     echo '["hopper forward", 64]' | ...                  kernel, head size [, final, group, parts, single]
     echo '["hopper joint", 64]' | ...                    the same, all gradients
     echo '["block forward", 2, 64, 128]' | ...           kernel, element size, head size, block size
     echo '["hopper block dq", 64, 128, true, 1]' | ...   kernel, head size, block size, causal, group
-    echo '["one merge", 64]' | ...                       kernel, head size
 
-For sm_90, or for what an argument says: 86, 100. In a process of its own, because the interpreter that the other tests use
-must be off when kernels are defined.
+Compiles for sm_90, or for the capability given as an argument: 86, 100. With a second argument "machine-code" the answer
+also has what the machine code shows: spilled registers, loops, order of memory accesses. This runs in a process of its own,
+because the interpreter that other tests use must be off when kernels are defined.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 import sass
-from dilated_attention_pytorch.backends.gpu import parts
-from dilated_attention_pytorch.backends.gpu.kernels import backward, block_backward, block_forward, forward, merge
+from dilated_attention_pytorch.backends.gpu.kernels import backward, block_backward, block_forward, forward
 from dilated_attention_pytorch.backends.gpu.launch import FUSED
 from dilated_attention_pytorch.backends.hopper import configs as hopper_configs
 from dilated_attention_pytorch.backends.hopper import run as hopper_run
@@ -60,7 +59,8 @@ HOPPER_BLOCKS = {
     "dq": hopper_block_dq.block_dq_kernel,
     "dkv": hopper_block_dkv.block_dkv_kernel,
 }
-CAPABILITY = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else 90
+ARGUMENTS = sys.argv[1:] if __name__ == "__main__" else []
+CAPABILITY = int(ARGUMENTS[0]) if ARGUMENTS else 90
 RESULTS = ("OUT", "DQ", "DK", "DV")
 HALF = ("Q", "K", "V", "DOUT", *RESULTS)
 FLOAT = (
@@ -177,12 +177,6 @@ def hopper_block_usage(kernel, head_dim, block_size, causal, group):
     return compiled_usage(GluonASTSource, HOPPER_BLOCKS[kernel], constants, 2, options)
 
 
-def one_usage(kernel, head_dim):
-    function = {"merge": merge.merge_kernel, "sum": merge.sum_kernel}[kernel]
-    constants = {"D": head_dim, "ALIGNED": 8} | parts.block_sizes(head_dim)
-    return compiled_usage(ASTSource, function, constants, 2, {"num_warps": parts.WARPS})
-
-
 def compiled_usage(source, function, constants, size, options, single=()):
     """``single``: parameters that are float32 whatever the size."""
     names = function.arg_names
@@ -195,9 +189,24 @@ def compiled_usage(source, function, constants, size, options, single=()):
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     source = source(fn=function, signature=signature, constexprs=constexprs, attrs=hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options | FUSED)
+    ptx = compiled.asm["ptx"]
+    return {
+        "shared_bytes": compiled.metadata.shared,
+        "scratch_bytes": getattr(compiled.metadata, "global_scratch_size", 0),
+        "tensor_cores": "wgmma" in ptx,
+        "narrow_products": "m64n8k" in ptx,
+        "warp_products": "mma.sync" in ptx,  # of tiles too small for the above, and before sm_90
+        "wide_copies": "cp.async.cg.shared.global" in ptx,
+        "tensor_copies": "cp.async.bulk.tensor" in ptx,
+        "arrivals": sass.arrivals(ptx),
+    } | (machine_code(compiled.asm["cubin"]) if "machine-code" in ARGUMENTS else {})
+
+
+def machine_code(cubin: bytes) -> dict:
+    """What the assembler made of it."""
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
         report, code = (
             subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
@@ -207,15 +216,7 @@ def compiled_usage(source, function, constants, size, options, single=()):
     return {
         "registers": int(found["REG"]),
         "spilled_bytes": int(found["STACK"]),
-        "shared_bytes": compiled.metadata.shared,
-        "scratch_bytes": getattr(compiled.metadata, "global_scratch_size", 0),
-        "tensor_cores": "wgmma" in compiled.asm["ptx"],
-        "narrow_products": "m64n8k" in compiled.asm["ptx"],
-        "warp_products": "mma.sync" in compiled.asm["ptx"],  # of tiles too small for the above, and before sm_90
-        "wide_copies": "cp.async.cg.shared.global" in compiled.asm["ptx"],
-        "single_loads": len(re.findall(r"ld\.global\S*\.b16", compiled.asm["ptx"])),
         "narrow_stores": len(re.findall(r"\bSTG\.E(?!\.128)", code)),
-        "tensor_copies": "cp.async.bulk.tensor" in compiled.asm["ptx"],
         "memory_order": sass.memory_order(code),
         "loops": [
             {
@@ -227,7 +228,6 @@ def compiled_usage(source, function, constants, size, options, single=()):
             for loop in (sass.hot_path(code, found) for found in sass.product_loops(code))
         ],
         "overwritten_operands": sass.overwritten_operands(code),
-        "arrivals": sass.arrivals(compiled.asm["ptx"]),
     }
 
 
@@ -235,6 +235,6 @@ if __name__ == "__main__":
     for line in sys.stdin:
         name, *rest = arguments = json.loads(line)
         family, _, kernel = name.rpartition(" ")
-        families = {"hopper": hopper_usage, "hopper block": hopper_block_usage, "block": block_usage, "one": one_usage}
+        families = {"hopper": hopper_usage, "hopper block": hopper_block_usage, "block": block_usage}
         used = families.get(family, usage)(kernel, *rest)
         print(json.dumps({"arguments": arguments} | used), flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from itertools import product
 
@@ -284,49 +283,3 @@ def test_bad_arguments(arguments, error, message):
     q, k = torch.zeros(2, arguments.pop("n", 20), 2, 4), torch.zeros(2, 20, 2, 4)
     with pytest.raises(error, match=re.escape(message)):
         attention(q, k, k, Dilated([8], [1]), **{"order": Hilbert.grid(4, 5)} | arguments)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("segments", "rates", "n"),
-    [([64, 128], [1, 2], 128), ([50, 100, 1000], [1, 3, 4], 133), ([48, 96], [2, 4], 100), ([64], [1], 65)],
-)
-@pytest.mark.parametrize("batch", [0, 2])
-def test_triton(segments, rates, n, batch, causal):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    pattern, order = Dilated(segments, rates), random_order(n, batch)
-    inputs = random_inputs(max(1, batch), n, 4, 2, 16, torch.float32)
-    dout, dlse = torch.randn_like(inputs[0]), torch.randn(max(1, batch), 4, n)
-    doubles = [x.detach().double().requires_grad_() for x in inputs]
-
-    def call(order, backend):
-        return lambda *x: attention(*x, pattern, is_causal=causal, order=order, backend=backend, return_lse=True)
-
-    expected = with_grads(call(order, "reference"), doubles, dout, dlse)
-    there = [x.detach().to(device).requires_grad_() for x in inputs]
-    actual = with_grads(call(order.to(device), "triton"), there, dout.to(device), dlse.to(device))
-    assert_same([x.cpu() for x in actual], expected, 2e-5)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
-@pytest.mark.parametrize(
-    "options", [{"dropout_p": 0.3, "seed": 2**40 + 7}, {"scale": -0.4}, {"mixing_gradient": "detached"}]
-)
-def test_triton_options(options):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    pattern, order = Dilated([24, 64], [1, 3]), Hilbert.grid(7, 10, device=device)
-    inputs = [x.detach().to(device).requires_grad_() for x in random_inputs(2, 70, 4, 2, 16, torch.float32)]
-    dout, dlse = torch.randn_like(inputs[0]), torch.randn(2, 4, 70, device=device)
-    both = [
-        with_grads(
-            lambda *x, b=backend: attention(
-                *x, pattern, is_causal=True, order=order, backend=b, return_lse=True, **options
-            ),
-            inputs,
-            dout,
-            dlse,
-        )
-        for backend in ("triton", "reference")
-    ]
-    assert_same(both[0], [x.double() for x in both[1]], 2e-5)

@@ -1,0 +1,66 @@
+"""The Triton kernels with an order, in float32 next to the reference: interpreted here, compiled on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import Dilated, Hilbert, Order, attention
+from oracle import assert_same, with_grads
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
+
+
+def random_inputs(b, n, heads, key_heads, d, dtype=torch.float64):
+    shapes = ((b, n, heads, d), (b, n, key_heads, d), (b, n, key_heads, d))
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def random_order(n, batch):
+    return Order.from_permutation(torch.stack([torch.randperm(n) for _ in range(batch)]) if batch else torch.randperm(n))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("segments", "rates", "n"),
+    [([64, 128], [1, 2], 128), ([50, 100, 1000], [1, 3, 4], 133), ([48, 96], [2, 4], 100), ([64], [1], 65)],
+)
+@pytest.mark.parametrize("batch", [0, 2])
+def test_every_shape_of_tile(segments, rates, n, batch, causal):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pattern, order = Dilated(segments, rates), random_order(n, batch)
+    inputs = random_inputs(max(1, batch), n, 4, 2, 16, torch.float32)
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(max(1, batch), 4, n)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+
+    def call(order, backend):
+        return lambda *x: attention(*x, pattern, is_causal=causal, order=order, backend=backend, return_lse=True)
+
+    expected = with_grads(call(order, "reference"), doubles, dout, dlse)
+    there = [x.detach().to(device).requires_grad_() for x in inputs]
+    actual = with_grads(call(order.to(device), "triton"), there, dout.to(device), dlse.to(device))
+    assert_same([x.cpu() for x in actual], expected, 2e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"dropout_p": 0.3, "seed": 2**40 + 7}, {"scale": -0.4}, {"mixing_gradient": "detached"}]
+)
+def test_options(options):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pattern, order = Dilated([24, 64], [1, 3]), Hilbert.grid(7, 10, device=device)
+    inputs = [x.detach().to(device).requires_grad_() for x in random_inputs(2, 70, 4, 2, 16, torch.float32)]
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(2, 4, 70, device=device)
+    both = [
+        with_grads(
+            lambda *x, b=backend: attention(
+                *x, pattern, is_causal=True, order=order, backend=b, return_lse=True, **options
+            ),
+            inputs,
+            dout,
+            dlse,
+        )
+        for backend in ("triton", "reference")
+    ]
+    assert_same(both[0], [x.double() for x in both[1]], 2e-5)
