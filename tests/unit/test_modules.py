@@ -222,19 +222,13 @@ def test_sharded_modules_without_a_process_group():
 
 
 def test_branches_that_no_pattern_reads():
-    with pytest.raises(
-        ValueError, match=r"read by 'dilated_sparse' only, got \(\(16, 1\),\) for 'hierarchical'"
-    ):
+    with pytest.raises(ValueError, match=r"read by 'dilated_sparse' only, got \(\(16, 1\),\) for 'hierarchical'"):
         BlockSparseRingDilatedAttention([16], [1], SPARSE)
-    with pytest.raises(
-        ValueError, match=r"same number of entries, at least one: got 1 segment lengths \(16,\) and 0"
-    ):
+    with pytest.raises(ValueError, match=r"same number of entries, at least one: got 1 segment lengths \(16,\) and 0"):
         BlockSparseRingDilatedAttention([16])
     with pytest.raises(ValueError, match="'dilated_sparse' needs segment_lengths and dilation_rates, got none"):
         BlockSparseRingDilatedAttention()
-    with pytest.raises(
-        ValueError, match=r"have no branches, got segment_lengths=\[16\] and dilation_rates=\[1\]"
-    ):
+    with pytest.raises(ValueError, match=r"have no branches, got segment_lengths=\[16\] and dilation_rates=\[1\]"):
         BlockSparseRingDistributedDilatedAttention(32, 4, [16], [1])
 
 
