@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import block_oracle
 from block_cases import SIZE, config, table_of
 from dilated_attention_pytorch import (
-    BlockSparse,
     Attention,
+    BlockSparse,
     BlockSparseRingDilatedAttention,
     BlockSparseRingDistributedDilatedAttention,
     DistributedSparseConfig,

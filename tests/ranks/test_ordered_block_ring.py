@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from block_cases import SIZE, assert_same, config, ordered_attention, pattern_of, random_inputs, random_order, with_grads
 from dilated_attention_pytorch import (
-    BlockSparse,
     Attention,
+    BlockSparse,
     BlockSparseRingDilatedAttention,
     BlockSparseRingDistributedDilatedAttention,
     DistributedSparseConfig,
