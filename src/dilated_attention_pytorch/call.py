@@ -95,7 +95,8 @@ class Sharding:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        """The same object: a process group cannot be copied."""
+        """The same object: a process group cannot be copied, nor elsewhere in the model that is copied."""
+        memo[id(self.group)] = self.group
         return self
 
 

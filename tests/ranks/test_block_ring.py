@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import block_oracle
-from block_cases import SIZE, Whole, config, table_of
+from block_cases import SIZE, config, table_of
 from dilated_attention_pytorch import (
+    Attention,
     BlockSparse,
     BlockSparseRingDilatedAttention,
     BlockSparseRingDistributedDilatedAttention,
@@ -160,7 +161,7 @@ def check_module(group, kind: str) -> None:
     torch.manual_seed(3)
     q = torch.randn(1, 101, 2, 8, dtype=torch.float64)
     one, many = (
-        BlockSparseRingDilatedAttention([40, 96], [1, 2], config(kind), **sharding)
+        BlockSparseRingDilatedAttention(sparse_config=config(kind), **sharding)
         for sharding in ({}, {"group": group, "layout": "zigzag"})
     )
     whole = gather_sequence(many(shard_sequence(q, group, layout="zigzag"), is_causal=True), group, layout="zigzag")
@@ -175,7 +176,7 @@ def test_module(on_ranks, kind):
 def check_seed(group) -> None:
     torch.manual_seed(3)
     q = torch.randn(1, 101, 2, 8, dtype=torch.float64)
-    dropping = BlockSparseRingDilatedAttention([40, 96], [1, 2], attention_dropout=0.5, group=group)
+    dropping = BlockSparseRingDilatedAttention([40, 96], [1, 2], dropout_p=0.5, group=group)
     torch.manual_seed(dist.get_rank())
     dropped = gather_sequence(dropping(shard_sequence(q, group)), group)
     torch.manual_seed(0)
@@ -196,9 +197,9 @@ def check_training(group) -> None:
     settings = tiers("hierarchical")
     shards = Shards.even(n, world, "zigzag")
     one = MultiheadDilatedAttention(16, 2, [32], [1], num_kv_heads=1, dtype=torch.float64)
-    one.attention = Whole(settings.pattern(shards))
+    one.attention = Attention(settings.pattern(shards))
     many = BlockSparseRingDistributedDilatedAttention(
-        16, 2, [32, 64], [1, 2], settings, num_kv_heads=1, dtype=torch.float64, group=group, layout="zigzag"
+        16, 2, None, None, settings, num_kv_heads=1, dtype=torch.float64, group=group, layout="zigzag"
     )
     many.load_state_dict(one.state_dict())
     many = DistributedDataParallel(many, process_group=group)

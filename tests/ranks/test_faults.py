@@ -111,8 +111,8 @@ def test_mistakes(on_ranks):
 
 def check_modules(group) -> None:
     rank, x = dist.get_rank(group), torch.randn(2, 4, 16)
-    options = {"embed_dim": 16, "num_heads": 2, "segment_lengths": [8, 64], "dilation_rates": [1, 2], "group": group}
-    dilated, tiered = MultiheadDilatedAttention(**options), BlockSparseRingDistributedDilatedAttention(**options)
+    dilated = MultiheadDilatedAttention(16, 2, [8, 64], [1, 2], group=group)
+    tiered = BlockSparseRingDistributedDilatedAttention(16, 2, group=group)
     compiled = torch.compile(dilated, backend="eager")
     mask = torch.zeros(2, 4, dtype=torch.bool)
     for module in (dilated, tiered, compiled)[: dist.get_world_size(group)]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from block_cases import SIZE, assert_same, config, ordered_attention, pattern_of, random_inputs, random_order, with_grads
 from dilated_attention_pytorch import (
+    Attention,
     BlockSparse,
     BlockSparseRingDilatedAttention,
     BlockSparseRingDistributedDilatedAttention,
@@ -102,19 +103,17 @@ def check_modules(group) -> None:
     whole = gather_sequence(many(shard_sequence(q, **sharding), is_causal=True), **sharding)
     torch.testing.assert_close(whole, one(q, is_causal=True), rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match="order once, by shard_sequence"):
-        BlockSparseRingDilatedAttention([40], [1], config("local_window"), **sharding, ordered=False)
+        BlockSparseRingDilatedAttention(sparse_config=config("local_window"), **sharding, ordered=False)
     settings = DistributedSparseConfig(0.4, "hierarchical", block_size=SIZE, node_size=2)
-    head = BlockSparseRingDistributedDilatedAttention(16, 2, [32], [1], settings, dtype=torch.float64, **sharding)
+    head = BlockSparseRingDistributedDilatedAttention(16, 2, None, None, settings, dtype=torch.float64, **sharding)
     x = torch.randn(2, n, 16, dtype=torch.float64)
-    alone = MultiheadDilatedAttention(16, 2, [32], [1], dtype=torch.float64)
     pattern = settings.pattern(Shards.even(n, world, "zigzag"))
-    alone.attention.forward = lambda q, k, v, is_causal, lengths=None: attention(
-        q, k, v, pattern, is_causal=is_causal, order=order, backend="reference"
-    )
-    alone.load_state_dict(head.state_dict())
+    one = MultiheadDilatedAttention(16, 2, [32], [1], dtype=torch.float64)
+    one.attention = Attention(pattern, order=order, backend="reference")
+    one.load_state_dict(head.state_dict())
     part = shard_sequence(x, **sharding)
     out, _ = head(part, part, part, is_causal=True)
-    torch.testing.assert_close(gather_sequence(out, **sharding), alone(x, x, x, is_causal=True)[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gather_sequence(out, **sharding), one(x, x, x, is_causal=True)[0], rtol=1e-10, atol=1e-10)
 
 
 def test_modules(on_ranks):

@@ -17,6 +17,7 @@ from dilated_attention_pytorch import (
     MultiheadDilatedAttention,
     Order,
     RingDilatedAttention,
+    Sharding,
     Striped,
     ZigZag,
     attention,
@@ -220,7 +221,7 @@ def check_modules(group) -> None:
     torch.manual_seed(3)
     arguments = (16, 2, *pattern)
     one = MultiheadDilatedAttention(*arguments, dtype=torch.float64, order=order)
-    many = MultiheadDilatedAttention(*arguments, dtype=torch.float64, order=order, group=group, bucket_size=5)
+    many = MultiheadDilatedAttention(*arguments, dtype=torch.float64, order=order, group=Sharding(group, bucket_size=5))
     many.load_state_dict(one.state_dict())
     x = torch.randn(2, 30, 16, dtype=torch.float64)
     expected, _ = one(x, x, x, is_causal=True)

@@ -1,4 +1,4 @@
-"""The two examples of block-sparse modules as they were printed, letter by letter: on a CPU without ``.cuda()``."""
+"""The two examples of block-sparse modules as they were printed: the second without branches, which nothing reads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import block_oracle
-from block_cases import Whole
-from dilated_attention_pytorch import MultiheadDilatedAttention
+from dilated_attention_pytorch import Attention, MultiheadDilatedAttention
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -83,11 +82,13 @@ def test_data_parallel(device):
 
 def check_distributed(group, device: str) -> None:
     names = {}
-    exec(DISTRIBUTED, names)
+    with pytest.raises(ValueError, match=r"have no branches, got segment_lengths=\[4096, 8192\] and .*; leave them out"):
+        exec(DISTRIBUTED, names)
+    exec(DISTRIBUTED.replace("    segment_lengths=[4096, 8192],\n    dilation_rates=[1, 2],\n", ""), names)
     torch.manual_seed(0)
     n, model = 1100, names["model"].to(device)
     one = MultiheadDilatedAttention(512, 8, [4096], [1])
-    one.attention = Whole(names["config"].pattern(Shards.even(n, 2, "contiguous")))
+    one.attention = Attention(names["config"].pattern(Shards.even(n, 2, "contiguous")))
     model.load_state_dict(one.state_dict())
     x = torch.randn(1, n, 512)
     part = shard_sequence(x.to(device), group)

@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from dilated_attention_pytorch import Dilated, MultiheadDilatedAttention, RingDilatedAttention, attention, dilated_attention
+from dilated_attention_pytorch import (
+    Dilated,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+    Sharding,
+    attention,
+    dilated_attention,
+)
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from ring_cases import Case, Received, by_world, check_case, check_staged
@@ -166,7 +173,7 @@ def test_there_and_back(on_ranks):
 
 
 def check_module(group) -> None:
-    module = RingDilatedAttention([16, 64], [1, 2], layout="zigzag", bucket_size=3, transport="ring")
+    module = RingDilatedAttention([16, 64], [1, 2], group=Sharding(None, "zigzag", bucket_size=3, transport="ring"))
     q = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     parts = [shard_sequence(x, group, layout="zigzag") for x in q]
     whole = gather_sequence(module(*parts, is_causal=True), group, layout="zigzag")
@@ -177,7 +184,7 @@ def check_module(group) -> None:
 
 def check_seed(group) -> None:
     q = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    dropping = RingDilatedAttention([16, 64], [1, 2], attention_dropout=0.5)
+    dropping = RingDilatedAttention([16, 64], [1, 2], dropout_p=0.5)
     parts = [shard_sequence(x, group) for x in q]
     torch.manual_seed(dist.get_rank())
     first, second = (gather_sequence(dropping(*parts), group) for _ in range(2))
@@ -191,7 +198,8 @@ def check_multihead(group) -> None:
     arguments = (16, 2, [16, 64], [1, 2])
     torch.manual_seed(3)
     one = MultiheadDilatedAttention(*arguments, dtype=torch.float64)
-    many = MultiheadDilatedAttention(*arguments, dtype=torch.float64, group=group, layout="zigzag", bucket_size=5)
+    sharding = Sharding(group, "zigzag", bucket_size=5)
+    many = MultiheadDilatedAttention(*arguments, dtype=torch.float64, group=sharding)
     many.load_state_dict(one.state_dict())
     x = torch.randn(2, 50, 16, dtype=torch.float64)
     lengths = torch.tensor([50, 31])
@@ -227,11 +235,10 @@ def test_without_a_group():
     x = torch.randn(1, 4, 2, 8)
     with pytest.raises(RuntimeError, match="needs a process group: start with torchrun"):
         RingDilatedAttention([4], [1])(x, x, x)
-    for name, bad in (("layout", "zigzag"), ("bucket_size", 5), ("transport", "ring"), ("comm_dtype", torch.float32)):
-        with pytest.raises(ValueError, match=f"{name}=.*without group"):
-            attention(x, x, x, Dilated([4], [1]), **{name: bad})
-        with pytest.raises(ValueError, match=f"{name}=.*without group"):
-            MultiheadDilatedAttention(16, 2, [4], [1], **{name: bad})
+    with pytest.raises(ValueError, match="layout='zigzag' without group"):
+        attention(x, x, x, Dilated([4], [1]), layout="zigzag")
+    with pytest.raises(ValueError, match="layout='zigzag' without group"):
+        MultiheadDilatedAttention(16, 2, [4], [1], layout="zigzag")
     for bad, error, match in (
         ({"layout": "spiral"}, ValueError, "layout must be one of 'contiguous', 'zigzag', got 'spiral'"),
         ({"transport": "pigeon"}, ValueError, "transport must be one of .*, got 'pigeon'"),
@@ -241,7 +248,7 @@ def test_without_a_group():
         ({"comm_dtype": torch.float8_e4m3fn}, TypeError, "comm_dtype must be one of .* or None, got torch.float8_e4m3fn"),
     ):
         with pytest.raises(error, match=match):
-            RingDilatedAttention([4], [1], **bad)
+            RingDilatedAttention([4], [1], group=Sharding(None, **bad))
     with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh, got 'all'"):
         attention(x, x, x, Dilated([4], [1]), group="all")
 

@@ -30,6 +30,7 @@ from dilated_attention_pytorch import (
     DilatedAttention,
     MultiheadDilatedAttention,
     RingDilatedAttention,
+    Sharding,
     attention,
 )
 from dilated_attention_pytorch.distributed import gather_sequence, shard_sequence
@@ -282,7 +283,7 @@ def check_compile(model: Model, expected: list[Tensor]) -> None:
     # The projections are one graph, the output layer is one; only the exchange lies between them.
     reasons = [reason.reason for reason in explained.break_reasons]
     assert explained.graph_count <= 2, reasons
-    assert all("ring_attention" in reason for reason in reasons), reasons
+    assert all("sharded_attention" in reason for reason in reasons), reasons
     all_close(out_and_gradients(torch.compile(model, backend="aot_eager"), model), expected, "compiled")
 
 
@@ -299,10 +300,10 @@ def check_copies(model: Model, expected: list[Tensor]) -> None:
     """A copy attends over the same ranks. Torch pickles meshes, but no groups."""
     meshed = make(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)))
     unnamed = make(dist.group.WORLD)
-    unnamed.attend.group = None  # all ranks
+    unnamed.attend.sharding = Sharding(None, LAYOUT)  # all ranks
     copies = [copy.deepcopy(x) for x in (model, meshed, unnamed)]
     copies += [pickle.loads(pickle.dumps(x)) for x in (meshed, unnamed)]
-    assert copies[0].attend.group is model.attend.group
+    assert copies[0].attend.sharding is model.attend.sharding
     assert copies[0].q.weight is not model.q.weight
     for number, other in enumerate(copies):
         all_close(out_and_gradients(other, other), expected, f"copy {number}")
@@ -337,7 +338,7 @@ def check_second_derivatives(group) -> None:
         dx.sum().backward()
     for transport in ("ring", "ulysses"):
         q = torch.randn(1, 4, 3, 8, requires_grad=True)
-        out = attention(q, q, q, Dilated([64], [1]), group=dist.group.WORLD, transport=transport)
+        out = attention(q, q, q, Dilated([64], [1]), group=Sharding(dist.group.WORLD, transport=transport))
         (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="second derivatives"):
             dq.sum().backward()

@@ -6,7 +6,7 @@ import torch
 
 import block_oracle
 import oracle
-from dilated_attention_pytorch import BlockSparse, Order, SparsePatternConfig, attention
+from dilated_attention_pytorch import BlockSparse, Order, SparsePatternConfig
 
 SIZE = 16
 KINDS = ["local_window", "global_local", "dilated_sparse", "hierarchical"]
@@ -15,17 +15,6 @@ OPTIONS = {
     "global_local": {"global_tokens": 20},
     "dilated_sparse": {"segment_lengths": (40, 96), "dilation_rates": (1, 2)},
 }
-
-
-class Whole(torch.nn.Module):
-    """Attention over the whole sequence by a pattern, in the place of the attention of a rank."""
-
-    def __init__(self, pattern: BlockSparse) -> None:
-        super().__init__()
-        self.pattern = pattern
-
-    def forward(self, q, k, v, is_causal=False, *, lengths=None):
-        return attention(q, k, v, self.pattern, is_causal=is_causal, lengths=lengths)
 
 
 def config(kind, ratio=0.4, **more):

@@ -334,7 +334,7 @@ def square(order, *args, **options):
         (lambda: BATCH.permute(torch.zeros(6, 2), 0), ValueError, "for each of 2 samples needs them in dimension 0"),
         (lambda: Identity(9).permute(torch.zeros(2, 9, device="meta")), ValueError,
          "the order is on cpu and the tensor on meta; use order.to('meta')"),
-        (lambda: Identity(9).then(Identity(8)), ValueError, "the same number of positions, got 9 positions and 8 positions"),
+        (lambda: Identity(9).then(Identity(8)), ValueError, "the same number of positions, got 9 positions and 8"),
         (lambda: BATCH.then(Order.from_permutation(torch.arange(6).expand(3, 6))), ValueError,
          "got 2 samples of 6 positions and 3 samples of 6 positions"),
         (lambda: Identity(9).then([0]), TypeError, "other must be an Order, got list"),
