@@ -11,7 +11,14 @@ from torch import Tensor
 from dilated_attention_pytorch import backends, operators
 from dilated_attention_pytorch.backends.reference import REFERENCE
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.call import AttentionOptions, Sharding, as_sharding, check_no_forward_derivative, make_call
+from dilated_attention_pytorch.call import (
+    AttentionOptions,
+    CallOptions,
+    Sharding,
+    as_sharding,
+    check_no_forward_derivative,
+    make_call,
+)
 from dilated_attention_pytorch.dtypes import INDEX_DTYPES
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
@@ -24,36 +31,23 @@ if TYPE_CHECKING:  # a process without a group never imports torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
 
 
+Pattern = Dilated | BlockSparse
+
+
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Dilated | BlockSparse,
-    *,
-    return_lse: Literal[False] = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    seed: int | Tensor | None = ...,
-    lengths: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    mixing_gradient: str = ...,
-    backend: str = ...,
-    order: Order | None = ...,
-    ordered: bool | None = ...,
-    group: ProcessGroup | DeviceMesh | Sharding | None = ...,
-    layout: str | Shards | None = ...,
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Dilated | BlockSparse, **options: Unpack[AttentionOptions]
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Dilated | BlockSparse,
+    pattern: Pattern,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -136,7 +130,7 @@ def attention(
     >>> order.unpermute(ordered).equal(attention(q, k, v, Dilated([256], [1]), is_causal=True, order=order))
     True
     """
-    options: AttentionOptions = {
+    options: CallOptions = {
         "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "seed": seed, "lengths": lengths,
         "cu_seqlens": cu_seqlens, "mixing_gradient": mixing_gradient, "backend": backend, "return_lse": return_lse,
         "order": order, "ordered": ordered, "group": group, "layout": layout,
@@ -167,6 +161,7 @@ def dilated_attention(
     dilation_rates: Sequence[int],
     *,
     offsets: str | Sequence[int] = "interleaved",
+    return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: ``attention`` with the pattern ``Dilated(segment_lengths, dilation_rates, offsets)``.
@@ -186,13 +181,13 @@ def dilated_attention(
 
             refuse(sharding, mistake)
         raise
-    return attention(query, key, value, pattern, **options)
+    return attention(query, key, value, pattern, return_lse=return_lse, **options)
 
 
 def attention_weights(
     query: Tensor,
     key: Tensor,
-    pattern: Dilated | BlockSparse,
+    pattern: Pattern,
     query_rows: Sequence[int] | Tensor,
     *,
     is_causal: bool = False,

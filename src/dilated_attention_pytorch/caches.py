@@ -46,4 +46,4 @@ def clear_caches() -> None:
             continue
         for attribute in cache.name.split("."):
             found = getattr(found, attribute)
-        found.cache_clear()  # type: ignore[attr-defined]
+        found.cache_clear()

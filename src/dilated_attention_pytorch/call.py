@@ -111,11 +111,16 @@ class AttentionOptions(TypedDict, total=False):
     cu_seqlens: Tensor | None
     mixing_gradient: str
     backend: str
-    return_lse: bool
     order: Order | None
     ordered: bool | None
     group: ProcessGroup | DeviceMesh | Sharding | None
     layout: str | Shards | None
+
+
+class CallOptions(AttentionOptions, total=False):
+    """``AttentionOptions`` and the one option that decides about the type of the result."""
+
+    return_lse: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +215,7 @@ def check_options(options: AttentionOptions) -> None:
 
 
 def make_call(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Dilated | BlockSparse, **options: Unpack[AttentionOptions]
+    query: Tensor, key: Tensor, value: Tensor, pattern: Dilated | BlockSparse, **options: Unpack[CallOptions]
 ) -> tuple[Call, Inputs]:
     """Check all arguments of ``attention``; return the call, and the tensors in the type that autocast asks for."""
     check_pattern(pattern)

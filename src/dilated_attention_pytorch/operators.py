@@ -86,7 +86,8 @@ def _attend(
     inputs, lists = Inputs(query, key, value).rows_contiguous(), (indices, starts, counts)
     problem = _problem(query, key, (lengths, cu_seqlens), lists, pattern, is_causal)
     options = _options(query, seed, positions, lists, (scale, dropout_p, detach_mixing))
-    return tuple(backends.find(backend).forward(problem, inputs, options))
+    out, lse = backends.find(backend).forward(problem, inputs, options)
+    return out, lse
 
 
 def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -122,7 +123,8 @@ def _attend_backward(
     problem = _problem(query, key, (lengths, cu_seqlens), lists, pattern, is_causal)
     options = _options(query, seed, positions, lists, (scale, dropout_p, detach_mixing))
     upstream = Upstream(rows_contiguous(dout), dlse)
-    return tuple(backends.find(backend).backward(problem, inputs, Results(out, lse), upstream, options))
+    dq, dk, dv = backends.find(backend).backward(problem, inputs, Results(out, lse), upstream, options)
+    return dq, dk, dv
 
 
 def _attend_backward_fake(

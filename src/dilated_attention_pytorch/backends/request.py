@@ -55,9 +55,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
 class Backend(Protocol):
     """One way to compute attention. ``backends.find`` gives the object of a name."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name by which ``attention(backend=...)`` asks for it."""
 
-    def why_not(self, request: Request) -> list[str]:
+    def why_not(self, request: Request, /) -> list[str]:
         """The reasons why the backend cannot serve a request; an empty list if it can."""
 
     def kernel_name(self, request: Request) -> str:
