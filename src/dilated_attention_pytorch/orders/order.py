@@ -347,8 +347,8 @@ class Hilbert(Order):
 
         Integer coordinates are cells of a grid whose side is the smallest power of two above the largest coordinate. All
         points of a grid in row-major order give ``Hilbert.grid``. Floating-point coordinates are shifted and scaled by the
-        bounding box of the sample, so that its longest side has the cells 0 to 2**21 - 1. All axes have the same scale.
-        Points in one cell keep their relative order.
+        bounding box of the sample. Its longest side has the cells 0 to 2**21 - 1, and all axes have the same scale. Points
+        in one cell keep their relative order.
 
         >>> Hilbert.coordinates(torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1], [0, 0]])).positions
         tensor([0, 4, 2, 3, 1])

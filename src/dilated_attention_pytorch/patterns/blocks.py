@@ -183,8 +183,8 @@ class BlockSparse:
 
     The last block of a sequence may be shorter. With ``is_causal``, a query block does not read later blocks, and its own
     block is causal inside. With an ``order`` as well, blocks are those of the ordered sequence, and causality compares
-    original positions. The lists are then those of the call that is not causal, and a row sees the listed keys whose
-    original positions are not larger than its own.
+    original positions. The lists are then those of the call that is not causal. A row sees the listed keys whose original
+    positions are not larger than its own.
 
     >>> pattern = BlockSparse.from_config(SparsePatternConfig("local_window", 0.25, block_size=16))
     >>> BlockSparse.custom(torch.eye(4, dtype=torch.bool), block_size=64).block_size

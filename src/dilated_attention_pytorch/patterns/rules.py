@@ -1,8 +1,9 @@
 """The rules by which block-sparse patterns choose key blocks: vectorised over query blocks, in closed form.
 
-Letters: n key blocks of the sequence, i a query block, v the key blocks that it sees (all n, or i + 1 if causal), c its
-budget ``max(1, ceil(ratio * v))``. Every rule takes the block itself first. "Nearest first" is by distance; of two blocks
-at the same distance, the earlier one comes first. When one side has no blocks left, the other side supplies all.
+Letters: n is the number of key blocks of the sequence, and i a query block. It sees v key blocks: all n, or i + 1 if
+causal. Its budget is ``c = max(1, ceil(ratio * v))`` blocks. Every rule takes the block itself first. "Nearest first" is
+by distance; of two blocks at the same distance, the earlier one comes first. When one side has no blocks left, the other
+side supplies all.
 
 A list consists of a few runs, each an arithmetic progression of blocks. No table of n x n blocks is made.
 """
@@ -112,10 +113,10 @@ class Comb:
 def dilated_sparse(rows: Rows, branches: tuple[tuple[int, int], ...]) -> list[Run]:
     """Alternate over the branches (segment W, rate r), both in blocks, in the order given.
 
-    The candidates of a branch are the blocks j of the same segment (``j // W == i // W``) with ``(j - i) % r == 0``,
-    nearest first. In turn t, each branch takes its t-th candidate. A candidate that another branch has taken does not count
-    against the budget. When no branch has candidates left, the nearest of the remaining blocks follow. The sorted rates
-    must divide one another.
+    The candidates of a branch are the blocks j with ``j // W == i // W`` (the same segment) and ``(j - i) % r == 0``. The
+    nearest ones come first. In turn t, each branch takes its t-th candidate. A candidate that another branch has taken
+    does not count against the budget. When no branch has candidates left, the nearest of the remaining blocks follow. The
+    sorted rates must divide one another.
 
     >>> [x.tolist() for x in _lists(lambda rows: dilated_sparse(rows, ((2, 1), (8, 2))), Fraction(1, 2), 8)][:4]
     [[0, 1, 2, 4], [0, 1, 3, 5], [0, 2, 3, 4], [1, 2, 3, 5]]
