@@ -145,5 +145,5 @@ def test_explain_counts_what_ranks_send():
         explain(q, q, q, Dilated([16], [1]), world_size=2, layout="spiral")
     with pytest.raises(ValueError, match="got layout='zigzag' without world_size"):
         explain(q, q, q, Dilated([16], [1]), layout="zigzag")
-    with pytest.raises(ValueError, match="no torchscale_padding; leave it out, or leave out world_size"):
+    with pytest.raises(ValueError, match="no torchscale_padding; use a pattern without it, or one device"):
         explain(q, q, q, Dilated([16], [1], torchscale_padding=True), world_size=2)
