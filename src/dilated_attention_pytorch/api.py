@@ -203,7 +203,7 @@ def attention_weights(
     >>> attention_weights(q, k, Dilated([256, 512], [1, 2]), query_rows=[0, 999]).sum(-1).allclose(torch.tensor(1.0))
     True
     """
-    call, (query, key, _) = make_call(query, key, key, pattern, is_causal=is_causal, scale=scale, lengths=lengths)
+    call, inputs = make_call(query, key, key, pattern, is_causal=is_causal, scale=scale, lengths=lengths)
     n = call.queries
     if not isinstance(query_rows, Tensor | list | tuple | range):
         raise TypeError(f"query_rows must be a list or tensor of row numbers, got {query_rows!r}")
@@ -215,5 +215,5 @@ def attention_weights(
     if rows.dim() != 1 or (rows.numel() and (int(rows.min()) < -n or int(rows.max()) >= n)):
         raise ValueError(f"query_rows must be a list of row numbers from {-n} to {n - 1}, got {query_rows}")
     rows = torch.where(rows < 0, rows + n, rows)
-    problem, options = operators.problem_and_options(call, query, key)
-    return REFERENCE.row_weights(problem, query, key, rows, options)
+    problem, options = operators.problem_and_options(call, inputs.query, inputs.key)
+    return REFERENCE.row_weights(problem, inputs, rows, options)

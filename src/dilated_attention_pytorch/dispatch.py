@@ -55,13 +55,15 @@ def _observed(inputs: tuple[Any, ...]) -> bool:
     )
 
 
-def define_operator(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
-    """Define the operator ``dilated_attention::name`` for every device.
+def define_operator(
+    name: str, function: Callable[..., Any], fake: Callable[..., Any], schema: str | None = None
+) -> torch._ops.OpOverload:
+    """Define the operator ``dilated_attention::name`` for every device; the schema is that of the function by default.
 
     ``torch.library.custom_op`` does the same, but it imports all of ``torch._dynamo`` at the first call.
     """
     qualified = f"dilated_attention::{name}"
-    schema = torch.library.infer_schema(function, mutates_args=())
+    schema = torch.library.infer_schema(function, mutates_args=()) if schema is None else schema
     # Launch tables live outside the memory of a captured graph, so compilers must not capture the operator by themselves.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
     torch.library.define(qualified, schema, tags=tags)

@@ -111,20 +111,20 @@ def explain(
     """
     if layout is not None and world_size is None:
         raise ValueError(f"layout says how a sequence is sharded over ranks: got layout={layout!r} without world_size")
-    call, (query, key, _) = make_call(
+    call, inputs = make_call(
         query, key, value, pattern, is_causal=is_causal, dropout_p=dropout_p, lengths=lengths, cu_seqlens=cu_seqlens,
         backend=backend, order=order,
     )  # fmt: skip
     request = Request.of(call)
     chosen = backends.choose(backend, request)
     asked = backends.candidates(backend, request)
-    problem, options = operators.problem_and_options(call, query, key)
+    problem, options = operators.problem_and_options(call, inputs.query, inputs.key)
     counts = _count_tiles(call, problem) if isinstance(pattern, Dilated) else _count_blocks(call, problem, options.chosen)
     sharding = None
     if world_size is not None:
         from dilated_attention_pytorch.distributed.describe import describe_sharding  # imports torch.distributed
 
-        sharding = describe_sharding(call, (query, key), world_size, layout or "contiguous")
+        sharding = describe_sharding(call, inputs[:2], world_size, layout or "contiguous")
     return Explanation(
         backend=chosen.name,
         kernel=chosen.kernel_name(request),

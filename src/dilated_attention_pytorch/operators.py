@@ -6,7 +6,7 @@ lists as tensors. The plan is made when the operator runs, so nothing in a compi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,69 +24,72 @@ from dilated_attention_pytorch.plan.problem import Problem, find_problem
 from dilated_attention_pytorch.plan.sequences import host_cu_seqlens, host_lengths
 from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream, rows_contiguous
 
-_OPTIONAL_TENSORS = 7  # lengths, cu_seqlens, seed, positions, indices, starts, counts
-_CONSTANTS = 6  # pattern, is_causal, scale, dropout_p, detach_mixing, backend
+
+class OperatorArguments(NamedTuple):
+    """What both operators get besides query, key and value, in the order of their schema."""
+
+    lengths: Tensor | None
+    cu_seqlens: Tensor | None
+    seed: Tensor | None
+    positions: Tensor | None  # (N,) or (B, N): each row sees only rows of no larger position
+    indices: Tensor | None  # of given block lists; without starts and counts: the choice of an adaptive pattern
+    starts: Tensor | None
+    counts: Tensor | None
+    pattern: str
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    detach_mixing: bool
+    backend: str
+
+    @staticmethod
+    def of(call: Call, inputs: Inputs, seed: Tensor | None, backend: str) -> OperatorArguments:
+        """The arguments of a call; an adaptive pattern chooses its blocks here."""
+        positions = call.order.positions if call.order is not None and call.masks_by_position else None
+        return OperatorArguments(
+            call.lengths, call.cu_seqlens, seed, positions, *_list_tensors(call, inputs), call.plan_pattern.spec,
+            call.plan_is_causal, call.scale, call.dropout_p, call.detach_mixing, backend,
+        )  # fmt: skip
+
+    def problem(self, query: Tensor, key: Tensor) -> Problem:
+        """The problem that the arguments pose for these tensors."""
+        (batch, n, heads, _), (m, key_heads) = query.shape, key.shape[1:3]
+        lists = self.indices, self.starts, self.counts
+        pattern = self.pattern if self.pattern.startswith("dilated|") else find_rule(self.pattern, lists, m)
+        host = host_lengths(self.lengths, m), host_cu_seqlens(self.cu_seqlens, m)
+        return find_problem(pattern, self.is_causal, batch, n, m, heads, key_heads, *host)
+
+    def options(self, query: Tensor) -> Options:
+        """The options of a backend."""
+        positions = self.positions
+        if positions is not None:  # as kernels read it: one row of positions for each sample, in 32 bits
+            positions = positions.to(torch.int32).expand(query.shape[:2]).contiguous()
+        return Options(
+            scale=self.scale,
+            dropout=Dropout(self.dropout_p, self.seed) if self.dropout_p > 0.0 else None,
+            positions=positions,
+            detach_mixing=self.detach_mixing,
+            chosen=self.indices if self.starts is None else None,
+        )
 
 
-# Optional tensors: lengths and cu_seqlens, or indices, starts and counts of block lists.
-_Optional = tuple[Tensor | None, ...]
+_SCHEMA = (
+    "Tensor? lengths, Tensor? cu_seqlens, Tensor? seed, Tensor? positions, Tensor? indices, Tensor? starts, "
+    "Tensor? counts, str pattern, bool is_causal, float scale, float dropout_p, bool detach_mixing, str backend"
+)
+_FORWARD_SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_SCHEMA}) -> (Tensor, Tensor)"
+_BACKWARD_SCHEMA = (
+    "(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"{_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+)
+_OPTIONAL_TENSORS = 7  # of OperatorArguments; the constants follow
 
 
-def _problem(
-    query: Tensor, key: Tensor, sequences: _Optional, lists: _Optional, spec: str, is_causal: bool
-) -> Problem:  # fmt: skip
-    """The problem that the arguments of an operator pose."""
-    (batch, n, heads, _), (m, key_heads) = query.shape, key.shape[1:3]
-    lengths, cu_seqlens = sequences
-    pattern = spec if spec.startswith("dilated|") else find_rule(spec, lists, m)
-    host = host_lengths(lengths, m), host_cu_seqlens(cu_seqlens, m)
-    return find_problem(pattern, is_causal, batch, n, m, heads, key_heads, *host)
-
-
-def _options(
-    query: Tensor, seed: Tensor | None, positions: Tensor | None, lists: _Optional, constants: tuple[Any, ...]
-) -> Options:  # fmt: skip
-    scale, dropout_p, detach_mixing = constants
-    indices, starts, _ = lists
-    rows = None
-    if positions is not None:  # as kernels read it: one row of positions for each sample, in 32 bits
-        rows = positions.to(torch.int32).expand(query.shape[:2]).contiguous()
-    return Options(
-        scale=scale,
-        dropout=Dropout(dropout_p, seed) if dropout_p > 0.0 else None,
-        positions=rows,
-        detach_mixing=detach_mixing,
-        chosen=indices if starts is None else None,
-    )
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    positions: Tensor | None,
-    indices: Tensor | None,
-    starts: Tensor | None,
-    counts: Tensor | None,
-    pattern: str,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    detach_mixing: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """``(out (B, N, H, D), lse (B, H, N))``.
-
-    ``positions`` (N,) or (B, N): each row sees only rows of no larger position. ``indices``, ``starts`` and ``counts`` are
-    given block lists; ``indices`` without the others is the choice of an adaptive pattern.
-    """
-    inputs, lists = Inputs(query, key, value).rows_contiguous(), (indices, starts, counts)
-    problem = _problem(query, key, (lengths, cu_seqlens), lists, pattern, is_causal)
-    options = _options(query, seed, positions, lists, (scale, dropout_p, detach_mixing))
-    out, lse = backends.find(backend).forward(problem, inputs, options)
+def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """``(out (B, N, H, D), lse (B, H, N))``; ``rest`` are ``OperatorArguments``."""
+    inputs, arguments = Inputs(query, key, value).rows_contiguous(), OperatorArguments(*rest)
+    backend = backends.find(arguments.backend)
+    out, lse = backend.forward(arguments.problem(query, key), inputs, arguments.options(query))
     return out, lse
 
 
@@ -96,34 +99,13 @@ def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Te
     return out, query.new_empty((batch, heads, n), dtype=accumulate_dtype(query.dtype))
 
 
-def _attend_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    positions: Tensor | None,
-    indices: Tensor | None,
-    starts: Tensor | None,
-    counts: Tensor | None,
-    pattern: str,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    detach_mixing: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``: the ordinary backward of each tile is its exact share."""
-    inputs, lists = Inputs(query, key, value).rows_contiguous(), (indices, starts, counts)
-    problem = _problem(query, key, (lengths, cu_seqlens), lists, pattern, is_causal)
-    options = _options(query, seed, positions, lists, (scale, dropout_p, detach_mixing))
-    upstream = Upstream(rows_contiguous(dout), dlse)
-    dq, dk, dv = backends.find(backend).backward(problem, inputs, Results(out, lse), upstream, options)
+    query, key, value, out, lse = rest[:5]
+    inputs, arguments = Inputs(query, key, value).rows_contiguous(), OperatorArguments(*rest[5:])
+    results, upstream = Results(out, lse), Upstream(rows_contiguous(dout), dlse)
+    backend = backends.find(arguments.backend)
+    dq, dk, dv = backend.backward(arguments.problem(query, key), inputs, results, upstream, arguments.options(query))
     return dq, dk, dv
 
 
@@ -141,7 +123,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    none = (None,) * (_OPTIONAL_TENSORS + _CONSTANTS)
+    none = (None,) * len(OperatorArguments._fields)
     if dout is None and dlse is None:
         return (None, None, None, *none)
     query, key, value, out, lse, *optional = ctx.saved_tensors
@@ -169,32 +151,27 @@ def _choose_blocks(
     An operator of its own, whose result the backward reads: a compiler may compute the same values in another order, and a
     second choice from these might differ.
     """
-    problem = _problem(query, key, (lengths, cu_seqlens), (None, None, None), pattern, is_causal)
-    return choose(problem, query, key, scale)
+    optional = lengths, cu_seqlens, None, None, None, None, None
+    arguments = OperatorArguments(*optional, pattern, is_causal, scale, 0.0, False, "")
+    return choose(arguments.problem(query, key), query, key, scale)
 
 
 def _choose_blocks_fake(
-    query: Tensor,
-    key: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    pattern: str,
-    is_causal: bool,
-    scale: float,
+    query: Tensor, key: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, pattern: str, *_: Any
 ) -> Tensor:
     documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = chosen_shape(SparsePatternConfig.from_spec(pattern), query, key.shape[1], documents)
     return query.new_empty(shape, dtype=torch.int32)
 
 
-attend = define_operator("attend", _attend, _attend_fake)
-attend_backward = define_operator("attend_backward", _attend_backward, _attend_backward_fake)
+attend = define_operator("attend", _attend, _attend_fake, _FORWARD_SCHEMA)
+attend_backward = define_operator("attend_backward", _attend_backward, _attend_backward_fake, _BACKWARD_SCHEMA)
 choose_blocks = define_operator("choose_blocks", _choose_blocks, _choose_blocks_fake)
 call_attend = with_gradient(attend, _attend, _backward, _setup_context)
 call_attend_backward = with_gradient(attend_backward, _attend_backward, _no_second_derivative)
 
 
-def drawn_seed(call: Call) -> Tensor | None:
+def _drawn_seed(call: Call) -> Tensor | None:
     """The seed of dropout as a tensor, drawn from the generator of the query's device if the caller gave none."""
     if call.dropout_p == 0.0:
         return None
@@ -203,38 +180,28 @@ def drawn_seed(call: Call) -> Tensor | None:
     return torch.as_tensor(call.seed, dtype=torch.int64, device=call.device)
 
 
-def list_tensors(call: Call, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _list_tensors(call: Call, inputs: Inputs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The block lists of a call as tensors: given ones, or the choice of an adaptive pattern."""
-    pattern = call.pattern
-    if not isinstance(pattern, BlockSparse):
-        return None, None, None
-    given = pattern.given_causal if call.plan_is_causal else pattern.given
-    if given is not None:
-        return given.indices, given.starts, given.counts
-    if pattern.is_adaptive:
-        sequences = call.lengths, call.cu_seqlens
-        choice = choose_blocks(query.detach(), key.detach(), *sequences, pattern.spec, call.plan_is_causal, call.scale)
-        return choice, None, None
+    pattern, is_causal = call.pattern, call.plan_is_causal
+    if isinstance(pattern, BlockSparse):
+        given = pattern.given_causal if is_causal else pattern.given
+        if given is not None:
+            return given.indices, given.starts, given.counts
+        if pattern.is_adaptive:
+            tensors = inputs.query.detach(), inputs.key.detach(), call.lengths, call.cu_seqlens
+            return choose_blocks(*tensors, pattern.spec, is_causal, call.scale), None, None
     return None, None, None
 
 
-def problem_and_options(call: Call, query: Tensor, key: Tensor, seed: Tensor | None = None) -> tuple[Problem, Options]:
+def problem_and_options(call: Call, query: Tensor, key: Tensor) -> tuple[Problem, Options]:
     """The problem of a call and its options as backends read them, outside of an operator."""
-    lists, spec = list_tensors(call, query, key), call.plan_pattern.spec
-    problem = _problem(query, key, (call.lengths, call.cu_seqlens), lists, spec, call.plan_is_causal)
-    positions = call.order.positions if call.order is not None and call.masks_by_position else None
-    return problem, _options(query, seed, positions, lists, (call.scale, call.dropout_p, call.detach_mixing))
+    arguments = OperatorArguments.of(call, Inputs(query, key, key), _drawn_seed(call), "")
+    return arguments.problem(query, key), arguments.options(query)
 
 
 def run(call: Call, inputs: Inputs, backend: Backend) -> Results:
     """Compute a call on one device; the rows of the inputs are in its order."""
-    seed = drawn_seed(call)
     if backend is REFERENCE:
-        problem, options = problem_and_options(call, inputs.query, inputs.key, seed)
+        problem, options = problem_and_options(call, inputs.query, inputs.key)
         return backend.forward(problem, inputs, options)
-    positions = call.order.positions if call.order is not None and call.masks_by_position else None
-    out, lse = call_attend(
-        *inputs, call.lengths, call.cu_seqlens, seed, positions, *list_tensors(call, inputs.query, inputs.key),
-        call.plan_pattern.spec, call.plan_is_causal, call.scale, call.dropout_p, call.detach_mixing, backend.name,
-    )  # fmt: skip
-    return Results(out, lse)
+    return Results(*call_attend(*inputs, *OperatorArguments.of(call, inputs, _drawn_seed(call), backend.name)))

@@ -104,19 +104,17 @@ def test_opcheck(kind):
     pattern = pattern or BlockSparse.from_config(config(kind))
     q, k, v = random_inputs(2, 50, 50, 4, 2, 8)
     lengths = torch.tensor([50, 21])
-    call, _ = make_call(q, k, v, pattern, lengths=lengths, is_causal=True, scale=0.3)
-    lists, constants = operators.list_tensors(call, q, k), (pattern.spec, True, 0.3)
-    optional = (lengths, None, None, None, *lists)
-    torch.library.opcheck(operators.attend, (q, k, v, *optional, *constants, 0.0, False, "sdpa"))
+    call, given = make_call(q, k, v, pattern, lengths=lengths, is_causal=True, scale=0.3)
+    arguments = operators.OperatorArguments.of(call, given, None, "sdpa")
+    torch.library.opcheck(operators.attend, (q, k, v, *arguments))
     if kind == "adaptive":
-        torch.library.opcheck(operators.choose_blocks, (q.detach(), k.detach(), lengths, None, *constants))
-    dropping = (lengths, None, torch.tensor(5), None, *lists, *constants, 0.4, False, "eager")
+        torch.library.opcheck(operators.choose_blocks, (q.detach(), k.detach(), lengths, None, pattern.spec, True, 0.3))
+    dropping = arguments._replace(seed=torch.tensor(5), dropout_p=0.4, backend="eager")
     torch.library.opcheck(operators.attend, (q, k, v, *dropping))
-    out, lse = operators.attend(q, k, v, *optional, *constants, 0.0, False, "sdpa")
+    out, lse = operators.attend(q, k, v, *arguments)
     saved = [x.detach() for x in (q, k, v, out, lse)]
     for dlse in (None, torch.randn_like(lse)):
-        arguments = (torch.randn_like(out), dlse, *saved, *optional, *constants, 0.0, False, "sdpa")
-        torch.library.opcheck(operators.attend_backward, arguments)
+        torch.library.opcheck(operators.attend_backward, (torch.randn_like(out), dlse, *saved, *arguments))
 
 
 @pytest.mark.parametrize("kind", ["dilated_sparse", "adaptive", "mask"])

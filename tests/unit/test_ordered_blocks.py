@@ -189,8 +189,8 @@ def test_operators(kind):
     pattern, _ = pattern_of(kind, 50, 4)
     q, k, v = random_inputs(2, 50, 50, 4, 2, 8)
     positions = torch.randperm(50) if kind == "adaptive" else torch.stack([torch.randperm(50) for _ in range(2)])
-    lists = operators.list_tensors(make_call(q, k, v, pattern, scale=0.3)[0], q, k)
-    arguments = (None, None, None, positions, *lists, pattern.spec, False, 0.3, 0.0, False, "eager")
+    call, inputs = make_call(q, k, v, pattern, scale=0.3)
+    arguments = operators.OperatorArguments.of(call, inputs, None, "eager")._replace(positions=positions)
     torch.library.opcheck(operators.attend, (q, k, v, *arguments))
     out, lse = operators.attend(q, k, v, *arguments)
     saved = [x.detach() for x in (q, k, v, out, lse)]

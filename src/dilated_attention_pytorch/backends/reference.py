@@ -72,8 +72,9 @@ class ReferenceBackend:
         """Never called: autograd differentiates the forward."""
         raise AssertionError("autograd differentiates the reference backend")
 
-    def row_weights(self, problem: Problem, query: Tensor, key: Tensor, rows: Tensor, options: Options) -> Tensor:
+    def row_weights(self, problem: Problem, inputs: Inputs, rows: Tensor, options: Options) -> Tensor:
         """The attention weights (B, H, rows, M) of chosen rows of the query tensor."""
+        query, key, _ = inputs
         compute = accumulate_dtype(query.dtype)
         shape = (problem.batch, problem.heads, len(rows), problem.keys)
         result = torch.zeros(shape, dtype=compute, device=query.device)
