@@ -84,7 +84,7 @@ CASES: dict[int, list[Case]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "number", "case"), by_world(CASES))
+@pytest.mark.parametrize(("world", "number", "case"), by_world(CASES, quick=(2, 3)))
 def test_rows_are_those_of_one_device(on_ranks, world, number, case):
     """In the default group, and in a group whose ranks have other numbers there."""
     on_ranks(world, check_case, case, number, spare=number % 2 if world < 8 else 0)

@@ -89,7 +89,7 @@ class Pool:
     """Processes that are ranks 0, 1, 2, ... of the groups of one call after another."""
 
     def __init__(self) -> None:
-        self._processes: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._processes: dict[int, tuple[multiprocessing.process.BaseProcess, Connection]] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         self._stores = itertools.count()
 
@@ -101,19 +101,20 @@ class Pool:
         self._folder.cleanup()
 
     def end_processes(self) -> None:
-        for process, pipe in self._processes:
+        for process, pipe in self._processes.values():
             process.kill()
             process.join()
             pipe.close()
         self._processes.clear()
 
-    def _start_processes(self, count: int) -> None:
-        for rank in range(len(self._processes), count):
+    def _process(self, rank: int) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+        if rank not in self._processes:
             here, there = _CONTEXT.Pipe()
             process = _CONTEXT.Process(target=_serve, args=(rank, there), daemon=True)
             process.start()
             there.close()
-            self._processes.append((process, here))
+            self._processes[rank] = process, here
+        return self._processes[rank]
 
     def run(
         self,
@@ -130,11 +131,11 @@ class Pool:
         ``leaving`` must end their process with code 0. ``timeout_s`` is the timeout of the process group.
         """
         __tracebackhide__ = True
-        self._start_processes(world + spare)
         store = f"{self._folder.name}/{next(self._stores)}"
         job = pickle.dumps((function, arguments, store, world, spare, timeout_s))
         waiting = {}
-        for rank, (process, pipe) in enumerate(self._processes[: world + spare]):
+        for rank in range(world + spare):
+            process, pipe = self._process(rank)
             pipe.send_bytes(job)
             waiting[pipe] = rank, process
         reports: list[str] = []
@@ -146,8 +147,10 @@ class Pool:
                     report = pipe.recv()
                     if rank in leaving:
                         report += "the process did not end"
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     process.join()
+                    pipe.close()
+                    del self._processes[rank]
                     expected = rank in leaving and process.exitcode == 0
                     report = "" if expected else f"the process ended with code {process.exitcode}"
                 if report:

@@ -88,10 +88,12 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def by_world(cases: dict[int, list[Any]]) -> list[Any]:
-    """A test for each case: the number of ranks, the number of the case, the case."""
+def by_world(cases: dict[int, list[Any]], quick: tuple[int, int] | None = None) -> list[Any]:
+    """A test for each case: number of ranks, number of the case, the case. ``make quick`` has the case ``quick``."""
     return [
-        pytest.param(world, number, case, id=f"{world}-{number}-{case}")
+        pytest.param(
+            world, number, case, id=f"{world}-{number}-{case}", marks=[pytest.mark.quick] * ((world, number) == quick)
+        )
         for world, several in cases.items()
         for number, case in enumerate(several)
     ]

@@ -70,6 +70,7 @@ def test_masks(heads, causal):
             compare(BlockSparse.custom(table, block_size=SIZE), table, inputs, causal=causal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_tiles_in_many_calls(causal, monkeypatch):
     """The bounds on gathered elements, forced on a short sequence."""

@@ -98,6 +98,7 @@ def test_flex_causal_needs_is_causal():
         BlockSparse.from_flex(q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hierarchical", "adaptive", "mask"])
 def test_opcheck(kind):
     pattern = BlockSparse.custom(torch.rand(4, 4) < 0.5, block_size=SIZE) if kind == "mask" else None
@@ -117,6 +118,7 @@ def test_opcheck(kind):
         torch.library.opcheck(operators.attend_backward, (torch.randn_like(out), dlse, *saved, *arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dilated_sparse", "adaptive", "mask"])
 def test_compile_serves_new_lengths_with_one_graph(kind):
     mask = BlockSparse.custom(torch.rand(4, 4) < 0.5, block_size=SIZE)

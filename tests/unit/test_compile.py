@@ -18,6 +18,8 @@ from dilated_attention_pytorch import Dilated, MultiheadDilatedAttention, attent
 
 PATTERN = Dilated([8, 16], [1, 2])
 
+pytestmark = pytest.mark.slow
+
 
 def inputs(n=30, dtype=torch.float64, batch=2):
     return [torch.randn(batch, n, 4, 8, dtype=dtype, requires_grad=True) for _ in range(3)]

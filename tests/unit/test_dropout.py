@@ -99,6 +99,7 @@ def test_lengths_and_documents_count_positions_of_the_batch_as_given():
     torch.testing.assert_close(padded[:, :9], first)
 
 
+@pytest.mark.slow
 def test_gradients_with_dropout():
     inputs = [torch.randn(1, 12, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     assert torch.autograd.gradcheck(

@@ -10,6 +10,8 @@ from dilated_attention_pytorch.measure import peak_extra_bytes
 
 CPU = torch.device("cpu")
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_meter_itself():
     assert peak_extra_bytes(lambda: torch.ones(1000) + torch.ones(1000), CPU) >= 3 * 4000

@@ -185,6 +185,7 @@ def test_zigzag_and_causal_by_original_position():
         torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.slow
 def test_gradcheck():
     order, inputs = random_order(9, 2), random_inputs(2, 9, 2, 1, 3)
 
