@@ -49,9 +49,7 @@ def adaptive_sequences(
     return _with_requests(sequences, problem.blocks.block_size, wire)
 
 
-def _choice(
-    problem: Problem, span: Span, chunk: range, means: tuple[Tensor, Tensor], scale: float
-) -> BlockLists | None:
+def _choice(problem: Problem, span: Span, chunk: range, means: tuple[Tensor, Tensor], scale: float) -> BlockLists | None:
     """The lists of a chunk's query blocks, by the means of all blocks."""
     if not chunk:
         return None
@@ -66,9 +64,7 @@ def _choice(
     return BlockLists(budget.expand(starts.shape), starts, best.flatten(), size, blocks, own.start)
 
 
-def _means(
-    problem: Problem, shards: Shards, inputs: Inputs, wire: Wire
-) -> Iterator[tuple[Span, tuple[Tensor, Tensor]]]:
+def _means(problem: Problem, shards: Shards, inputs: Inputs, wire: Wire) -> Iterator[tuple[Span, tuple[Tensor, Tensor]]]:
     """The sequences, each with the means (B, H, blocks, D) and (B, G, blocks, D) of its blocks on all ranks."""
     query, key, size, heads = inputs.query, inputs.key, problem.blocks.block_size, problem.heads
     spans = problem.spans()

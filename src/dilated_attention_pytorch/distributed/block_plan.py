@@ -169,7 +169,9 @@ def sharing(problem: Problem, span: Span, lists: Sequence[int]) -> Iterator[tupl
                 yield own, slice(g * per_key, (g + 1) * per_key), slice(g, g + 1)
 
 
-def block_plan(sequences: tuple[ListedShards, ...], problem: Problem, rank: int, world: int, device: torch.device) -> RankPlan:
+def block_plan(
+    sequences: tuple[ListedShards, ...], problem: Problem, rank: int, world: int, device: torch.device
+) -> RankPlan:
     """The plan of a rank, with one message to and from every other rank."""
     maker = _Steps(rank, problem.is_causal, device)
 

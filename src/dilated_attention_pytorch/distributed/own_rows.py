@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-
-import torch
+from typing import cast
 
 from dilated_attention_pytorch import backends
+from dilated_attention_pytorch.backends.gpu.backend import TableBackend
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import Call
+from dilated_attention_pytorch.distributed.plans import sharding_of
 from dilated_attention_pytorch.execute.loop import RowGradients, Sums
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.plan.sequences import Span
+from dilated_attention_pytorch.plan.sequences import Span, spans
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
@@ -41,7 +42,7 @@ def stock_backend(backend: str, request: Request) -> str:
     return "eager" if backend == "eager" or reasons else "sdpa"
 
 
-def fused_backend(call: Call, request: Request, layout: str | Shards) -> str | None:
+def fused_backend(call: Call, request: Request) -> str | None:
     """The backend whose fused kernels compute own queries with own keys; None if stock kernels do.
 
     ``"auto"`` takes the Hopper kernels where they are possible and faster. Ranks on different GPUs may therefore choose
@@ -49,18 +50,18 @@ def fused_backend(call: Call, request: Request, layout: str | Shards) -> str | N
     """
     if call.backend == "auto":
         branches = len(call.pattern.branches) if isinstance(call.pattern, Dilated) else 0
-        possible = branches >= HOPPER_FROM_BRANCHES and not _why_not("hopper", call, request, layout)
+        possible = branches >= HOPPER_FROM_BRANCHES and not _why_not("hopper", call, request)
         return "hopper" if possible else None
     if call.backend not in ("hopper", "triton"):
         return None
-    reasons = _why_not(call.backend, call, request, layout)
+    reasons = _why_not(call.backend, call, request)
     if reasons:
         raise ValueError(f"backend {call.backend!r} cannot serve this call:\n" + "\n".join(f"  {x}" for x in reasons))
     return call.backend
 
 
-def _why_not(backend: str, call: Call, request: Request, layout: str | Shards) -> list[str]:
-    reasons = backends.find(backend).why_not(request)
+def _why_not(backend: str, call: Call, request: Request) -> list[str]:
+    reasons, layout = backends.find(backend).why_not(request), sharding_of(call).layout
     if isinstance(call.pattern, BlockSparse):
         reasons.append("blocks of sharded sequences go through 'sdpa' or 'eager'")
     if any(len(chunks) > 1 for chunks in layout.chunks) if isinstance(layout, Shards) else layout == "zigzag":
@@ -75,12 +76,12 @@ def is_detached(call: Call) -> bool:
     return call.detach_mixing and isinstance(call.pattern, Dilated) and len(call.pattern.branches) > 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRows(Problem):
-    """The problem of a rank's own queries and keys, as fused kernels read it. Lengths are of the whole sequence."""
+    """The problem of a rank's own queries and keys, as fused kernels read it. Lengths count the whole sequence."""
 
-    shards: Shards = Shards(())
-    rank: int = 0
+    shards: Shards
+    rank: int
 
     @staticmethod
     def of(problem: Problem, shards: Shards, rank: int) -> OwnRows:
@@ -88,32 +89,56 @@ class OwnRows(Problem):
         rows, sizes = shards.rows(rank), (problem.heads, problem.key_heads, problem.lengths, problem.cu_seqlens)
         return OwnRows(problem.pattern, problem.is_causal, problem.batch, rows, rows, *sizes, shards=shards, rank=rank)
 
+    def spans(self) -> tuple[Span, ...]:
+        """The rows that this rank has of each sequence."""
+        return tuple(span for span, _ in self.plans())
+
     def plans(self) -> tuple[tuple[Span, Plan], ...]:
-        """The rows that this rank has of each sequence, with their plans, which count positions of the whole sequence."""
+        """The same with their plans, which count positions of the whole sequence."""
         return _plans(self)
-
-    def attend_(self, backend: str, inputs: Inputs, sums: Sums, scale: float) -> None:
-        """Write the results into ``sums``, which have no content yet."""
-        if self.plans():
-            with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]  # Triton uses the current device
-                lse = backends.find(backend).forward(self, inputs, Options(scale), out=sums.out).lse
-            sums.lse_bnh.copy_(lse.transpose(1, 2))
-
-    def write_gradients_(
-        self, backend: str, inputs: Inputs, rows: RowGradients, grads: Inputs, scale: float
-    ) -> None:  # fmt: skip
-        """Write the gradients into ``grads`` (float32), which have no content yet."""
-        if self.plans():
-            lse, dlse = (None if x is None else x.transpose(1, 2).contiguous() for x in (rows.lse_bnh, rows.dlse_bnh))
-            assert lse is not None
-            results, upstream = Results(rows.out, lse), Upstream(rows.dout, dlse)
-            with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]
-                backends.find(backend).backward(self, inputs, results, upstream, Options(scale), grads=grads)
 
 
 @lru_cache(maxsize=64)
 def _plans(problem: OwnRows) -> tuple[tuple[Span, Plan], ...]:
-    shards, found = problem.shards, []
-    (own,) = shards.chunks[problem.rank]
-    whole = Problem.spans(problem)
+    (own,), length, found = problem.shards.chunks[problem.rank], problem.shards.length, []
+    for span in spans(problem.batch, length, length, problem.lengths, problem.cu_seqlens):
+        start, stop = max(own.start, span.keys.start), min(own.stop, span.keys.stop)
+        if start < stop:
+            rows = slice(start - own.start, stop - own.start)
+            positions = range(start - span.keys.start, stop - span.keys.start)
+            plan = compile_plan(
+                problem.dilated,
+                span.length,
+                problem.key_heads,
+                is_causal=problem.is_causal,
+                queries=positions,
+                keys=positions,
+            )
+            found.append((Span(span.samples, rows, rows), plan))
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStep:
+    """Own queries with own keys through the fused kernels of a backend. It comes before all other steps."""
+
+    rows: OwnRows
+    backend: str
+
+    def attend_(self, inputs: Inputs, sums: Sums, scale: float) -> None:
+        """Write the results into ``sums``, which have no content yet."""
+        if self.rows.plans():
+            lse = self._kernels.forward(self.rows, inputs, Options(scale), out=sums.out).lse
+            sums.lse_bnh.copy_(lse.transpose(1, 2))
+
+    def write_gradients_(self, inputs: Inputs, rows: RowGradients, grads: Inputs, scale: float) -> None:
+        """Write the gradients into ``grads`` (float32), which have no content yet."""
+        if self.rows.plans():
+            dlse = None if rows.dlse_bnh is None else rows.dlse_bnh.transpose(1, 2).contiguous()
+            results = Results(rows.out, rows.lse_bnh.transpose(1, 2).contiguous())
+            upstream = Upstream(rows.dout, dlse)
+            self._kernels.backward(self.rows, inputs, results, upstream, Options(scale), grads=grads)
+
+    @property
+    def _kernels(self) -> TableBackend:
+        return cast(TableBackend, backends.find(self.backend))
