@@ -17,7 +17,7 @@ def check_layout(layout: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The chunks of every rank. A chunk is a range of positions, and it may be empty. A rank's rows are its chunks in order.
+    """The chunks of every rank. A chunk is a range of positions, possibly empty. A rank's rows are its chunks in order.
 
     >>> Shards.of([3, 5, 0], "contiguous").chunks
     ((range(0, 3),), (range(3, 8),), (range(8, 8),))

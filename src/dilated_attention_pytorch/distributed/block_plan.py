@@ -21,7 +21,7 @@ from dilated_attention_pytorch.distributed.block_schedule import (
     blocks_of,
     positions_read,
 )
-from dilated_attention_pytorch.distributed.messages import RankPlan, SequenceShards, make_ticks
+from dilated_attention_pytorch.distributed.messages import RankPlan, Section, SequenceShards, Step, make_ticks
 from dilated_attention_pytorch.execute.listed import ListedTiles, PlacedDropout
 from dilated_attention_pytorch.execute.strided import Positions
 from dilated_attention_pytorch.patterns.blocks import SparsePatternConfig
@@ -43,25 +43,22 @@ class ListedShards(SequenceShards[BlockSchedule]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockStep:
+class BlockStep(Step):
     """Query rows of a chunk that meet packed key rows by lists."""
 
-    queries: tuple[slice, ...]
-    keys: tuple[slice, ...]
     lists: BlockLists
     rows: range  # the query rows, counted from the start of their first block
     is_causal: bool
     query_positions: range
     packed: Ranges  # the positions of the packed rows
     within: slice  # the packed rows of this step
-    first_row: int  # of the sequence within the row of tokens
 
     def tiles(self, options: Options) -> ListedTiles:
         """The tiles, with the dropout and the positions of a call."""
         return ListedTiles(self.lists, self.rows, self.is_causal, self._dropout(options), self._originals(options))
 
     def _originals(self, options: Options) -> Positions | None:
-        """The original positions of queries and keys. Every rank knows the order, so positions do not travel."""
+        """The original positions of queries and keys."""
         if options.positions is None:
             return None
         positions, queries = options.positions[self.queries[0]], self.query_positions
@@ -79,18 +76,11 @@ class BlockStep:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockSection:
+class BlockSection(Section):
     """The rows of a transfer, one after the other."""
 
-    sequence: ListedShards
-    transfer: BlockTransfer
     rows: Tensor | None  # of the sender's tensors, if this rank is the sender
     received: tuple[BlockStep, ...]  # if this rank is the receiver
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Samples, rows and key heads."""
-        return self.sequence.batch, self.transfer.rows, self.sequence.heads
 
     def pack_(self, x: Tensor, packed: Tensor) -> None:
         """Copy the rows from a tensor of the sender."""
@@ -134,7 +124,8 @@ def listed_sequences(problem: Problem, shards: Shards, rank: int) -> tuple[Liste
         given = None if rule.given is None else rule.given.part(0, blocks)
         for samples, heads, key_heads in sharing(problem, span, (1, 1) if given is None else given.counts.shape[:2]):
             source = rule.config if given is None else given.of_samples(samples).of_heads(heads)
-            read, own = [], ()
+            read: list[Ranges] = []
+            own: ChunkLists = ()
             for p, chunks in enumerate(within.chunks):
                 lists = tuple(_lists(problem, source, chunk, blocks) for chunk in chunks)
                 read.append(read_by(problem, chunks, lists, span.length))

@@ -14,7 +14,7 @@ from dilated_attention_pytorch.distributed.dilated_schedule import (
     make_schedule,
     messages_by_round,
 )
-from dilated_attention_pytorch.distributed.messages import RankPlan, SequenceShards, make_ticks
+from dilated_attention_pytorch.distributed.messages import RankPlan, Section, SequenceShards, Step, make_ticks
 from dilated_attention_pytorch.execute.strided import StridedTiles, packed_views
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
@@ -23,19 +23,16 @@ from dilated_attention_pytorch.values import Options
 
 
 @dataclass(frozen=True, slots=True)
-class DilatedStep:
+class DilatedStep(Step):
     """The tiles of a plan between query rows of this rank and key rows."""
 
-    queries: tuple[slice, ...]
-    keys: tuple[slice, ...]
     plan: Plan
-    first_row: int  # of the sequence within the row of tokens
-    packed: bool  # keys of a message
+    packed: bool  # the keys are those of a message
 
     def tiles(self, options: Options) -> StridedTiles:
         """The tiles, with the dropout and the positions of a call."""
         samples, positions = self.queries[0], None
-        if options.positions is not None:  # every rank knows the order, so positions do not travel
+        if options.positions is not None:
             queries, keys = (options.positions[samples, x.start : x.stop] for x in (self.plan.queries, self.plan.keys))
             positions = queries, keys
         dropout = options.dropout and options.dropout.at(samples.start, self.first_row)
@@ -43,16 +40,11 @@ class DilatedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class DilatedSection:
+class DilatedSection(Section):
     """The rows of a transfer; each head has its own rows, without gaps."""
 
     sequence: SequenceShards[DilatedSchedule]
     transfer: Transfer
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Samples, rows and key heads."""
-        return self.sequence.batch, self.transfer.rows, self.sequence.heads
 
     def packing(self) -> Plan:
         """The rows as tiles with themselves, which have their heads, first rows and strides."""
@@ -81,7 +73,7 @@ class DilatedSection:
         sequence = self.sequence
         for plan in sequence.schedule.plans(self.transfer):
             queries = sequence.samples, sequence.rows(self.transfer.target, plan.queries)
-            yield DilatedStep(queries, (), plan, sequence.first_row, packed=True)
+            yield DilatedStep(queries, (), sequence.first_row, plan, packed=True)
 
 
 def _split(
@@ -107,7 +99,7 @@ def _own_steps(rank: int, sequences: list[SequenceShards[DilatedSchedule]]) -> I
     for sequence in sequences:
         for plan in sequence.schedule.own_plans(rank):
             queries, keys = ((sequence.samples, sequence.rows(rank, x)) for x in (plan.queries, plan.keys))
-            yield DilatedStep(queries, keys, plan, sequence.first_row, packed=False)
+            yield DilatedStep(queries, keys, sequence.first_row, plan, packed=False)
 
 
 @lru_cache(maxsize=64)

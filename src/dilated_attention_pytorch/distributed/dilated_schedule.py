@@ -1,4 +1,4 @@
-"""Schedules of dilated patterns: pattern and shards -> what every rank needs from the others. Plain integers, without torch.
+"""Schedules of dilated patterns: pattern and shards -> what every rank needs from the others. Plain integers, no torch.
 
 A segment that one rank holds sends nothing. Of a segment that several ranks hold, each rank needs the rows of the others
 that the heads of the branch read: ``1 / r`` of them, and only the earlier ones if causal. A schedule stores once for all
@@ -242,7 +242,7 @@ def messages_by_round(schedules: list[DilatedSchedule], bucket_size: int) -> lis
 
 
 def default_bucket_size(shards: Shards, device: str = "cpu") -> int:
-    """A sixteenth of the longest shard, and at least 512 rows; on a GPU at least 16,384, because small tiles are slow there.
+    """A sixteenth of the longest shard, at least 512 rows, and at least 16,384 on a GPU, where small tiles are slow.
 
     >>> default_bucket_size(Shards.of([32768] * 8, "contiguous"))
     2048

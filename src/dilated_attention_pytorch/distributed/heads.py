@@ -27,8 +27,8 @@ def why_not(call: Call, shards: Shards) -> list[str]:
     """The reasons why heads cannot be exchanged."""
     reasons, pattern, sharding = [], call.pattern, sharding_of(call)
     length, world = shards.length, shards.world_size
-    one = isinstance(pattern, Dilated) and len(pattern.branches) == 1
-    if not (one and pattern.segment_lengths[0] >= length and pattern.dilation_rates[0] == 1):
+    branches = pattern.branches if isinstance(pattern, Dilated) else ()
+    if len(branches) != 1 or branches[0][0] < length or branches[0][1] > 1:
         reasons.append(f"the pattern must be one dense segment, Dilated([{length}], [1]) or longer, got {pattern}")
     if call.key_heads < world:
         reasons.append(f"every rank needs a key head, got {call.key_heads} key heads for {world} ranks")
@@ -51,7 +51,7 @@ def heads_of(rank: int, key_heads: int, world: int) -> range:
 
 
 def received_bytes(call: Call, shards: Shards) -> int:
-    """The bytes that a rank with the longest shard and the most heads receives in a forward: inputs, then rows of output."""
+    """The bytes that a rank with the longest shard and the most heads receives in a forward: inputs, then output."""
     rows, own, per_key = shards.longest, -(-call.key_heads // shards.world_size), call.heads // call.key_heads
     inputs = (shards.length - rows) * own * (per_key + 2)
     output = rows * (call.key_heads - own) * per_key
@@ -111,7 +111,8 @@ def _rows(x: Tensor, shards: Shards, rank: int) -> Tensor:
 
 
 def _put_rows_(x: Tensor, shards: Shards, rank: int, rows: Tensor) -> None:
-    for chunk, own in zip(shards.chunks[rank], rows.split([len(c) for c in shards.chunks[rank]], 1), strict=True):
+    sizes = [len(chunk) for chunk in shards.chunks[rank]]
+    for chunk, own in zip(shards.chunks[rank], torch.split(rows, sizes, 1), strict=True):
         x[:, chunk.start : chunk.stop] = own
 
 

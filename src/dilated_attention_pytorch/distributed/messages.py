@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -20,7 +20,6 @@ from dilated_attention_pytorch.distributed.dilated_schedule import DilatedSchedu
 from dilated_attention_pytorch.execute.loop import TileSet
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Inputs, Options
-
 
 Schedule = TypeVar("Schedule", DilatedSchedule, BlockSchedule)
 
@@ -54,31 +53,42 @@ class SequenceShards(Generic[Schedule]):
         return self.schedule.received_rows(rank) * self.heads * head_dim * 2 * element_size * self.batch
 
 
-class Step(Protocol):
-    """Query rows of this rank with key rows of its own or of a message, and the tiles between them."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Query rows of this rank with key rows, and the tiles between them."""
 
     queries: tuple[slice, ...]  # samples, rows and possibly heads of the query tensor
-    keys: tuple[slice, ...]  # of the key tensor of this rank, or of a section
+    keys: tuple[slice, ...]  # of the key tensor of this rank, or of a section of a message
+    first_row: int  # of the sequence within the row of tokens
 
     def tiles(self, options: Options) -> TileSet:
-        """The tiles, with the dropout and the positions of a call."""
+        """The tiles, with the dropout and the positions of a call. Positions do not travel: every rank knows the order."""
+        raise NotImplementedError
 
 
-class Section(Protocol):
+@dataclass(frozen=True, slots=True)
+class Section:
     """Rows of one sequence in a message."""
+
+    sequence: SequenceShards[Any]
+    transfer: Any
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Samples, rows and key heads."""
+        return self.sequence.batch, self.transfer.rows, self.sequence.heads
 
     def pack_(self, x: Tensor, packed: Tensor) -> None:
         """Copy the rows from a tensor (B, n, G, D) of the sender."""
+        raise NotImplementedError
 
     def add_(self, x: Tensor, packed: Tensor) -> None:
         """Add the rows to a tensor (B, n, G, D) of the sender."""
+        raise NotImplementedError
 
     def steps(self) -> Iterable[Step]:
         """What the receiver computes with the rows."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +144,14 @@ class RankPlan:
     own: tuple[Step, ...]  # steps with own keys
 
 
-# The transfers of one round as the sections of its messages.
+# Cuts the transfers of one round, each with its sequence, into messages.
 Split = Callable[[list[tuple[Any, Any]]], Iterable[tuple[Section, ...]]]
 
 
 def make_ticks(
     rank: int, sequences: Sequence[SequenceShards[Any]], counts: Sequence[int], split: Split
 ) -> tuple[Tick, ...]:
-    """The messages of a rank. ``counts`` are the ticks of rounds 1, 2, ..., the same on every rank."""
+    """The messages of a rank. ``counts`` has the number of ticks of rounds 1, 2, ..., the same on every rank."""
     world = len(counts) + 1
     by_round: dict[int, tuple[list[Any], list[Any]]] = {}
     for sequence in sequences:
