@@ -273,7 +273,7 @@ def test_node_size_from_torchrun(monkeypatch):
         ({"block_size": 48}, "block_size must be a power of two from 16 to 256, got 48"),
         ({"block_size": 16.0}, "block_size must be a power of two from 16 to 256, got 16.0"),
         ({"node_size": 0}, "node_size must be an integer, at least 1, or None, got 0"),
-        ({"node_bytes": 5}, "node_bytes is read by 'bandwidth_aware' alone, got 5 for 'hierarchical'"),
+        ({"node_bytes": 5}, "node_bytes is read by 'bandwidth_aware' only, got 5 for 'hierarchical'"),
         ({"pattern_type": "node_local", "inter_node_sparsity": 0.1}, "reads nothing of other nodes"),
     ],
 )

@@ -105,14 +105,9 @@ def _plans(problem: OwnRows) -> tuple[tuple[Span, Plan], ...]:
         start, stop = max(own.start, span.keys.start), min(own.stop, span.keys.stop)
         if start < stop:
             rows = slice(start - own.start, stop - own.start)
-            positions = range(start - span.keys.start, stop - span.keys.start)
+            at = range(start - span.keys.start, stop - span.keys.start)
             plan = compile_plan(
-                problem.dilated,
-                span.length,
-                problem.key_heads,
-                is_causal=problem.is_causal,
-                queries=positions,
-                keys=positions,
+                problem.dilated, span.length, problem.key_heads, is_causal=problem.is_causal, queries=at, keys=at
             )
             found.append((Span(span.samples, rows, rows), plan))
     return tuple(found)

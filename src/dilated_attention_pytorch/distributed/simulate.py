@@ -122,17 +122,17 @@ def simulate_ring(
         rank_call = RankCall(
             plans[rank], (), wire, 1, kernel, Options(used_scale), accumulate_dtype(call.dtype), fused=step
         )
-        results: list[tuple[Sums, Exchange]] = []
-
-        def run(rank_call: RankCall = rank_call, rank: int = rank, results: list[Any] = results) -> None:
-            results.append(forward(rank_call, rank_call.plan, own[rank]))
-
-        with torch.no_grad():
-            peak = peak_extra_bytes(run, call.device)
-        rank_sums, exchange = results.pop()
-        sums.out[:, at], sums.lse_bnh[:, at] = rank_sums
+        (sums.out[:, at], sums.lse_bnh[:, at]), exchange, peak = _measured(rank_call, own[rank])
         query_bytes, key_bytes = (x.numel() * x.element_size() for x in own[rank][:2])
         memory.append(
             RankMemory(rank, len(at), query_bytes, 2 * key_bytes, exchange.bytes, peak - exchange.bytes, wire.received)
         )
     return *sums.results(call.dtype), tuple(memory)
+
+
+def _measured(call: RankCall, inputs: Inputs) -> tuple[Sums, Exchange, int]:
+    """The forward of a rank, and the most bytes that it allocated."""
+    results: list[tuple[Sums, Exchange]] = []
+    with torch.no_grad():
+        peak = peak_extra_bytes(lambda: results.append(forward(call, call.plan, inputs)), inputs.query.device)
+    return *results.pop(), peak
