@@ -273,9 +273,9 @@ def check_mistakes(group) -> None:
     refused(together.format(21) + "use shard_sequence", Hilbert.line(21))
     refused(together.format(4) + "these look like whole sequences, not shards; use", Hilbert.line(4))
     refused(together.format(21), Hilbert.line(21), layout=Shards.of([4] * world, "contiguous"))
-    refused("lengths and cu_seqlens do not go with it", Hilbert.line(n), lengths=torch.tensor([20, 3]))
+    refused("so it excludes lengths and cu_seqlens", Hilbert.line(n), lengths=torch.tensor([20, 3]))
     refused("no rank can move the rows of others: order once", Hilbert.line(n), ordered=False)
-    refused("ordered=True says that rows already lie in an order", None, ordered=True)
+    refused("ordered=True says that rows are in an order already", None, ordered=True)
     refused("order must be an Order, got list", [0, 1], error=TypeError)
     refused("which this backend cannot", Hilbert.line(n), is_causal=True, backend="sdpa")
     # A mistake that one rank alone can see is its own error, and the others are told.

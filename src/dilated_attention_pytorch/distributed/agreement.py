@@ -119,11 +119,12 @@ def refuse(sharding: Sharding, mistake: Exception) -> None:
 
 @contextlib.contextmanager
 def reporting(sharding: Sharding) -> Iterator[None]:
-    """Report a mistake of this rank to the other ranks, which raise as well."""
+    """Report a mistake of this rank to the other ranks, which raise as well. Without a group there are none."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as mistake:
-        refuse(sharding, mistake)
+        if sharding.group is not None:
+            refuse(sharding, mistake)
         raise
 
 

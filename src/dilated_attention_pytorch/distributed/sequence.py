@@ -90,15 +90,14 @@ def gather_sequence(
     Differentiable: the gradient of a shard is the sum over what all ranks do with it. A loss that every rank computes from
     the whole sequence therefore has to be divided by the number of ranks.
     """
-    process_group = resolve_group(group)
     with reporting(Sharding(group, layout)):
         check_dim(x, dim)
         check_layout(layout)
         if order is not None:
             check_is_order(order)
-    dim %= x.dim()
+    group, dim = resolve_group(group), dim % x.dim()
     every = [x.shape[dim]]
-    if dist.get_world_size(process_group) > 1:
+    if dist.get_world_size(group) > 1:
         values = {
             "device": x.device,
             "dtype": x.dtype,
@@ -110,6 +109,6 @@ def gather_sequence(
         }
         arguments = Arguments("gather_sequence", tuple((name, comparable(value)) for name, value in values.items()))
         # Collectives end a process whose tensor is not as large as those of the others.
-        every, _ = agree(process_group, arguments, x.shape[dim])
-    whole: Tensor = _Gather.apply(x, process_group, Shards.of(every, layout), dim)  # type: ignore[no-untyped-call]
+        every, _ = agree(group, arguments, x.shape[dim])
+    whole: Tensor = _Gather.apply(x, group, Shards.of(every, layout), dim)  # type: ignore[no-untyped-call]
     return whole if order is None else order.unpermute(whole, dim)
