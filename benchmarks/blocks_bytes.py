@@ -18,13 +18,14 @@ from pathlib import Path
 import dilated_attention_pytorch
 from dilated_attention_pytorch import BlockSparse, DistributedSparseConfig, SparsePatternConfig
 from dilated_attention_pytorch.distributed import Shards
-from dilated_attention_pytorch.distributed.block_schedule import BlockSchedule, positions_read
-from dilated_attention_pytorch.distributed.block_work import blocks_of, named_blocks
+from dilated_attention_pytorch.distributed.block_plan import named_blocks
+from dilated_attention_pytorch.distributed.block_schedule import BlockSchedule, blocks_of, positions_read
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "blocks_bytes.json"
 TOKENS_PER_RANK, BLOCK_SIZE = 8192, 128
 KEY_HEADS, HEAD_DIM, ELEMENT_SIZE = 8, 64, 2
+ROW_BYTES = KEY_HEADS * HEAD_DIM * 2 * ELEMENT_SIZE  # of keys and values
 RANKS = (8, 64, 512)
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2)
 SAMPLED = 16  # ranks; the same answer for all but those near the ends
@@ -44,11 +45,11 @@ def read_by(rank: int, pattern: SparsePatternConfig | BlockSparse, shards: Shard
     """The positions that a rank reads, and the blocks that it computes."""
     chunks, blocks = shards.chunks[rank], -(-shards.length // BLOCK_SIZE)
     lists = []
-    for some in (blocks_of(chunk, BLOCK_SIZE) for chunk in chunks):
+    for own in (blocks_of(chunk, BLOCK_SIZE) for chunk in chunks):
         if isinstance(pattern, BlockSparse):
-            lists.append(pattern.given.rows(some.start, some.stop))
+            lists.append(pattern.given.rows(own.start, own.stop))
         else:
-            lists.append(pattern.lists(some.start, blocks, False, some.stop))
+            lists.append(pattern.lists(own.start, blocks, False, own.stop))
     named = [named_blocks(x) for x in lists]
     computed = sum(int(x.counts.sum()) for x in lists)
     return positions_read(chunks, named, BLOCK_SIZE, shards.length, is_causal=False), computed
@@ -56,11 +57,10 @@ def read_by(rank: int, pattern: SparsePatternConfig | BlockSparse, shards: Shard
 
 def measure() -> list[dict]:
     rows = []
-    sizes = {"key_heads": KEY_HEADS, "head_dim": HEAD_DIM, "element_size": ELEMENT_SIZE}
     for world in RANKS:
         shards = Shards.even(TOKENS_PER_RANK * world, world, "contiguous")
         sampled = range(0, world, max(1, world // SAMPLED))
-        dense = (world - 1) * TOKENS_PER_RANK * KEY_HEADS * HEAD_DIM * 2 * ELEMENT_SIZE
+        dense = (world - 1) * TOKENS_PER_RANK * ROW_BYTES
         blocks = shards.length // BLOCK_SIZE
         for density in DENSITIES:
             for name, pattern in patterns(density, shards):
@@ -69,7 +69,7 @@ def measure() -> list[dict]:
                 seconds = (time.perf_counter() - start) / len(sampled)
                 by_rank = dict(zip(sampled, read, strict=True))
                 schedule = BlockSchedule(shards, tuple(by_rank.get(rank, ()) for rank in range(world)))
-                received = [schedule.bytes(rank, **sizes) for rank in sampled]
+                received = [ROW_BYTES * schedule.received_rows(rank) for rank in sampled]
                 rows.append({
                     "ranks": world, "tokens": shards.length, "pattern": name, "ratio": density,
                     "density": statistics.mean(computed) / (TOKENS_PER_RANK // BLOCK_SIZE * blocks),
@@ -90,10 +90,10 @@ def docs(rows: list[dict]) -> None:
     colours = dict(zip(RANKS, ("#1f77b4", "#ff7f0e", "#2ca02c"), strict=True))
     for world, colour in colours.items():
         for name, style in (("local_window", "o-"), ("tiers", "s--")):
-            some = [row for row in rows if row["ranks"] == world and row["pattern"] == name and row["bytes_mean"]]
+            shown = [row for row in rows if row["ranks"] == world and row["pattern"] == name and row["bytes_mean"]]
             label = f"{world} ranks" if name == "local_window" else None
             axes.loglog(
-                [r["density"] for r in some], [r["bytes_mean"] / 2**20 for r in some], style, color=colour, label=label
+                [r["density"] for r in shown], [r["bytes_mean"] / 2**20 for r in shown], style, color=colour, label=label
             )
         dense = next(row["dense_bytes"] for row in rows if row["ranks"] == world)
         axes.axhline(dense / 2**20, color=colour, linewidth=0.6, linestyle=":")
@@ -105,9 +105,9 @@ def docs(rows: list[dict]) -> None:
     for name in ("local_window", "tiers", "hierarchical"):
         print(f"\n{name}\n")
         for world in RANKS:
-            some = {row["ratio"]: row for row in rows if row["ranks"] == world and row["pattern"] == name}
-            cells = [f"{some[d]['bytes_mean'] / 2**20:,.1f}" if d in some else "" for d in DENSITIES]
-            one = next(iter(some.values()))
+            shown = {row["ratio"]: row for row in rows if row["ranks"] == world and row["pattern"] == name}
+            cells = [f"{shown[d]['bytes_mean'] / 2**20:,.1f}" if d in shown else "" for d in DENSITIES]
+            one = next(iter(shown.values()))
             print(f"| {world} | {one['tokens']:,} | " + " | ".join(cells) + f" | {one['dense_bytes'] / 2**20:,.0f} |")
 
 

@@ -21,10 +21,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import dilated_attention_pytorch
-from dilated_attention_pytorch import Dilated, attention
+from dilated_attention_pytorch import Dilated, Sharding, attention
 from dilated_attention_pytorch.distributed import Shards, shard_sequence, simulate_ring
-from dilated_attention_pytorch.distributed.route import default_bucket_size
-from dilated_attention_pytorch.distributed.schedule import make_schedule
+from dilated_attention_pytorch.distributed.dilated_schedule import default_bucket_size, make_schedule
 from dilated_attention_pytorch.measure import peak_extra_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -38,17 +37,17 @@ def inputs(n: int) -> list[torch.Tensor]:
     return [torch.randn(1, n, HEADS, HEAD_DIM, generator=generator) for _ in range(3)]
 
 
-def spawn(work, world: int, *arguments) -> list:
-    """What ``work(rank, ...)`` returns on every rank, each with one thread."""
+def spawn(function, world: int, *arguments) -> list:
+    """What ``function(rank, ...)`` returns on every rank, each with one thread."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run, (work, world, folder, arguments), nprocs=world)
+        mp.spawn(_run, (function, world, folder, arguments), nprocs=world)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
 
 
-def _run(rank: int, work, world: int, folder: str, arguments) -> None:
+def _run(rank: int, function, world: int, folder: str, arguments) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    Path(folder, f"{rank}.json").write_text(json.dumps(work(rank, *arguments)))
+    Path(folder, f"{rank}.json").write_text(json.dumps(function(rank, *arguments)))
     dist.destroy_process_group()
 
 
@@ -59,7 +58,9 @@ MEMORY_PATTERN = Dilated([2048, 8192, 32768, 131072], [1, 4, 16, 64])
 
 def real_memory(rank: int) -> int:
     mine = [shard_sequence(x, dist.group.WORLD) for x in inputs(MEMORY_TOKENS)]
-    return peak_extra_bytes(lambda: attention(*mine, MEMORY_PATTERN, group=dist.group.WORLD, transport="ring"), CPU)
+    return peak_extra_bytes(
+        lambda: attention(*mine, MEMORY_PATTERN, group=Sharding(dist.group.WORLD, transport="ring")), CPU
+    )
 
 
 def memory() -> list[dict]:
@@ -68,8 +69,8 @@ def memory() -> list[dict]:
         shards = Shards.even(MEMORY_TOKENS, world, "contiguous")
         unit = shards.rows(0) * HEADS * HEAD_DIM * 4  # one shard of q; in float32 the partial result is the output
         bucket = 2 * default_bucket_size(shards) * HEADS * HEAD_DIM * 4 if world > 1 else 0
-        _, _, told = simulate_ring(*inputs(MEMORY_TOKENS), MEMORY_PATTERN, world)
-        simulated = max(m.query + m.key_value + m.buffers + m.partials for m in told)
+        _, _, used = simulate_ring(*inputs(MEMORY_TOKENS), MEMORY_PATTERN, world)
+        simulated = max(m.query + m.key_value + m.buffers + m.partials for m in used)
         real = 3 * unit + max(spawn(real_memory, world))
         target = 4 * unit + 2 * bucket
         rows.append({"ranks": world, "target_bytes": target, "simulated_bytes": simulated, "real_bytes": real})
@@ -80,6 +81,7 @@ def memory() -> list[dict]:
 
 # Traffic: the paper's setting, 8,192 tokens per rank, segments up to the whole sequence.
 TOKENS_PER_RANK = 8192
+ROW_BYTES = HEADS * HEAD_DIM * 2 * 2  # of keys and values in 16 bits
 
 
 def traffic() -> dict:
@@ -92,15 +94,15 @@ def traffic() -> dict:
             shards = Shards.even(n, world, layout)
             start = time.perf_counter()
             schedule = make_schedule(pattern, shards, HEADS, is_causal=False)
-            received = [schedule.bytes(rank, head_dim=HEAD_DIM, element_size=2) for rank in range(world)]
+            received = [ROW_BYTES * schedule.received_rows(rank) for rank in range(world)]
             seconds = time.perf_counter() - start
             branches = {}
             for branch, (w, r) in enumerate(pattern.branches):
-                only = schedule.only(branch)
-                some = [only.bytes(rank, head_dim=HEAD_DIM, element_size=2) for rank in range(world)]
-                if any(some):
-                    branches[f"{w}/{r}"] = {"most": max(some), "mean": statistics.mean(some)}
-            dense = (n - TOKENS_PER_RANK) * HEADS * HEAD_DIM * 2 * 2
+                of_branch = schedule.of_branch(branch)
+                branch_bytes = [ROW_BYTES * of_branch.received_rows(rank) for rank in range(world)]
+                if any(branch_bytes):
+                    branches[f"{w}/{r}"] = {"most": max(branch_bytes), "mean": statistics.mean(branch_bytes)}
+            dense = (n - TOKENS_PER_RANK) * ROW_BYTES
             rows.append({
                 "ranks": world, "layout": layout, "tokens": n, "bytes_most": max(received),
                 "bytes_mean": statistics.mean(received), "dense_ring_bytes": dense, "ratio": dense / max(received),
@@ -132,9 +134,9 @@ def seconds(rank: int, world: int) -> float:
 def speed() -> dict:
     times: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(2):  # in turn, so that other load on the machine meets both
-        for world, some in times.items():
-            some.append(max(spawn(seconds, world, world)))
-            print(f"{world} rank(s): {some[-1]:.2f} s")
+        for world, seconds_of in times.items():
+            seconds_of.append(max(spawn(seconds, world, world)))
+            print(f"{world} rank(s): {seconds_of[-1]:.2f} s")
     one, two = min(times[1]), min(times[2])
     return {"tokens": SPEED_TOKENS, "pattern": SPEED_PATTERN.spec, "seconds": times, "speedup": one / two}
 
@@ -170,14 +172,14 @@ def docs(results: dict) -> None:
 
 
 def main() -> None:
-    parts = {"memory": memory, "traffic": traffic, "speed": speed}
+    sections = {"memory": memory, "traffic": traffic, "speed": speed}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
+    parser.add_argument("sections", nargs="*", choices=[*sections, []], default=[])
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in options.parts or ([] if options.docs else parts):
-        results[name] = parts[name]()
+    for name in options.sections or ([] if options.docs else sections):
+        results[name] = sections[name]()
         results["machine"] = {"cpu": platform.machine(), "cores": torch.get_num_threads(), "torch": torch.__version__}
         results["version"] = dilated_attention_pytorch.__version__
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -33,14 +33,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import dilated_attention_pytorch
-from dilated_attention_pytorch import Dilated, attention
-from dilated_attention_pytorch.backends import sdpa
+from dilated_attention_pytorch import Dilated, Sharding, attention
+from dilated_attention_pytorch.backends import stock_kernel
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.distributed import Shards
-from dilated_attention_pytorch.distributed.dilated_work import DilatedWork
-from dilated_attention_pytorch.distributed.executor import Exchange, Job
-from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
-from dilated_attention_pytorch.distributed.transport import Wire
+from dilated_attention_pytorch.distributed.dilated_plan import dilated_plan
+from dilated_attention_pytorch.distributed.dilated_schedule import default_bucket_size
+from dilated_attention_pytorch.distributed.executor import Exchange, RankCall
+from dilated_attention_pytorch.distributed.wire import Wire
+from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.values import Inputs, Options
 
 GPU = torch.device("cuda")
 HEADS, HEAD_DIM, SAMPLES = 8, 64, 512
@@ -77,23 +79,22 @@ def median(runs: list[tuple[float, list[torch.Tensor]]]) -> tuple[float, list[to
     return sorted(runs, key=lambda run: run[0])[len(runs) // 2]
 
 
-def copies(pattern: Dilated, shards: Shards, rank: int, key: torch.Tensor, value: torch.Tensor) -> None:
+def copies(pattern: Dilated, shards: Shards, rank: int, inputs: Inputs) -> None:
     """The messages of a forward and of a backward, and nothing else."""
-    route = make_route(
-        pattern, shards, rank, 1, HEADS, is_causal=False, bucket_size=default_bucket_size(shards, "cuda")
-    )  # as attention makes it
-    wire = Wire(dist.group.WORLD, GPU)
-    job = Job(DilatedWork(route), (), wire, 1, 1.0, sdpa.kernel(Request.of(key, 0.0)), torch.float32)
-    for _ in Exchange(job, job.work, key, value, gradients=False).received():
+    problem = Problem(pattern, False, 1, shards.length, shards.length, HEADS, HEADS)
+    plan = dilated_plan(problem, shards, rank, default_bucket_size(shards, "cuda"))  # as attention makes it
+    kernel = stock_kernel("sdpa", Request.like(inputs.query))
+    call = RankCall(plan, (), Wire(dist.group.WORLD, GPU), 1, kernel, Options(1.0), torch.float32)
+    for _ in Exchange(call, plan, inputs, gradients=False).received():
         pass
-    dk, dv = (torch.zeros(x.shape, device=GPU) for x in (key, value))
-    exchange = Exchange(job, job.work, key, value, gradients=True)
+    grads = Inputs(*(torch.zeros(x.shape, device=GPU) for x in inputs))
+    exchange = Exchange(call, plan, inputs, gradients=True)
     for tick, _ in exchange.received():
-        exchange.send_home(tick, dk, dv)
-    exchange.finish(dk, dv)
+        exchange.send_home(tick, grads)
+    exchange.finish(grads)
 
 
-def work(rank: int, world: int, folder: str, lengths: list[int], backend: str) -> None:
+def measure(rank: int, world: int, folder: str, lengths: list[int], backend: str) -> None:
     timeout = timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world, timeout=timeout)
     found = []
@@ -102,7 +103,7 @@ def work(rank: int, world: int, folder: str, lengths: list[int], backend: str) -
         (mine,) = shards.chunks[rank]
         q, k, v, dout = (x[:, mine.start : mine.stop].clone() for x in whole(n))
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        options = {"backend": backend, "group": dist.group.WORLD, "transport": "ring"}
+        options = {"backend": backend, "group": Sharding(dist.group.WORLD, transport="ring")}
         # Sampled over the whole sequence; a rank keeps its own.
         sample = torch.linspace(0, n - 1, SAMPLES).long()
         rows = sample[(sample >= mine.start) & (sample < mine.stop)] - mine.start
@@ -122,12 +123,12 @@ def work(rank: int, world: int, folder: str, lengths: list[int], backend: str) -
             seconds, result = median([timed(call, world) for _ in range(repeats)])
             row = {"tokens": n, "ranks": world, "number": number, "setting": name, "seconds": seconds}
             if world == 1:
-                alone = partial(call, options={"backend": backend})
+                one_device = partial(call, options={"backend": backend})
                 if warm_up:
-                    alone()
-                row["alone_seconds"], _ = median([timed(alone, world) for _ in range(3 if name == LONGNET else 1)])
+                    one_device()
+                row["alone_seconds"], _ = median([timed(one_device, world) for _ in range(3 if name == LONGNET else 1)])
             if world > 1:
-                arguments = (pattern, shards, rank, k.detach(), v.detach())
+                arguments = (pattern, shards, rank, Inputs(*(x.detach() for x in inputs)))
                 if warm_up:
                     copies(*arguments)
                 row["copy_seconds"], _ = timed(lambda arguments=arguments: copies(*arguments), world)
@@ -142,8 +143,8 @@ def work(rank: int, world: int, folder: str, lengths: list[int], backend: str) -
 
 
 def rows_of(folder: str, row: dict, world: int) -> list[torch.Tensor]:
-    parts = [torch.load(f"{folder}/{world}.{rank}.{row['tokens']}.{row['number']}.pt") for rank in range(world)]
-    return [torch.cat(some) for some in zip(*parts, strict=True)]
+    shards = [torch.load(f"{folder}/{world}.{rank}.{row['tokens']}.{row['number']}.pt") for rank in range(world)]
+    return [torch.cat(rows) for rows in zip(*shards, strict=True)]
 
 
 def main() -> None:
@@ -160,7 +161,7 @@ def main() -> None:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
     with tempfile.TemporaryDirectory() as folder:
         for world in (1, *options.ranks):
-            mp.spawn(work, (world, folder, options.tokens, options.backend), nprocs=world)
+            mp.spawn(measure, (world, folder, options.tokens, options.backend), nprocs=world)
             table += json.loads(Path(folder, f"{world}.json").read_text())
         by_name = {(row["tokens"], row["ranks"], row["setting"]): row for row in table}
         for row in table:

@@ -17,7 +17,7 @@ from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.cli.demo import embed
 from dilated_attention_pytorch.cli.text import standard_library
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, local_device, shard_sequence
-from dilated_attention_pytorch.distributed.schedule import make_schedule
+from dilated_attention_pytorch.distributed.dilated_schedule import make_schedule
 from dilated_attention_pytorch.measure import peak_extra_bytes
 
 LAYOUT = "zigzag"
@@ -53,8 +53,8 @@ def main() -> None:
 
     shards = Shards.even(options.tokens, world, LAYOUT)
     schedule = make_schedule(pattern, shards, whole[1].shape[2], is_causal=True)
-    received = schedule.bytes(rank, head_dim=whole[1].shape[3], element_size=4)
-    dense = (options.tokens - shards.rows(rank)) * whole[1][0, 0].numel() * 2 * 4
+    row_bytes = whole[1][0, 0].numel() * 2 * 4  # of keys and values
+    received, dense = (rows * row_bytes for rows in (schedule.received_rows(rank), options.tokens - shards.rows(rank)))
     lines: list[str | None] = [None] * world
     own = mine[0].numel() * 4
     dist.all_gather_object(

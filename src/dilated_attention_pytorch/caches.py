@@ -30,6 +30,11 @@ CACHES = (
     Cache("plan.problem", "_plans", "the plans of a problem's sequences"),
     Cache("plan.lists", "_given_rule", "given block lists by the identity of their tensors"),
     Cache("plan.lists", "_static_lists", "block lists by configuration and length"),
+    Cache("distributed.dilated_schedule", "make_schedule", "schedules by pattern and shards"),
+    Cache("distributed.dilated_plan", "dilated_plan", "the plan of a rank for a dilated problem"),
+    Cache("distributed.block_plan", "static_block_plan", "the plan of a rank for a block-sparse problem, with its tensors"),
+    Cache("distributed.own_rows", "_plans", "the tiles of a rank's own rows"),
+    Cache("distributed.cost", "_most_bytes", "the bytes that the ranks of a plan receive"),
 )
 
 

@@ -17,13 +17,13 @@ def check_layout(layout: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """For every rank the ranges of positions (chunks) that it holds, in the order of its rows; they may be empty.
+    """The chunks of every rank. A chunk is a range of positions, possibly empty. A rank's rows are its chunks in order.
 
     >>> Shards.of([3, 5, 0], "contiguous").chunks
     ((range(0, 3),), (range(3, 8),), (range(8, 8),))
 
-    In the zigzag layout, rank p holds two chunks, p-th from the start and p-th from the end, so that every rank has early
-    and late positions and causal work is even:
+    In the zigzag layout, rank p holds the p-th chunk from the start and the p-th chunk from the end. Every rank then has
+    early and late positions, which balances causal attention:
 
     >>> Shards.of([4, 4], "zigzag").chunks
     ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)))
@@ -59,29 +59,39 @@ class Shards:
 
     @staticmethod
     def even(length: int, world_size: int, layout: str) -> Shards:
-        """A sequence of this length in shards that differ by at most one row, the longer ones first."""
+        """Shards of a sequence of this length. Their lengths differ by at most one row, and the longer ones come first."""
         return Shards.of([length // world_size + (p < length % world_size) for p in range(world_size)], layout)
-
-    def rows(self, rank: int) -> int:
-        """How many rows a rank holds."""
-        return sum(map(len, self.chunks[rank]))
-
-    def rows_of(self, rank: int, number: int, positions: range) -> slice:
-        """The rows of a rank's tensors that are these positions of one of its chunks.
-
-        >>> Shards.of([4, 4], "zigzag").rows_of(0, 1, range(7, 8))
-        slice(3, 4, None)
-        """
-        start = sum(map(len, self.chunks[rank][:number])) + positions.start - self.chunks[rank][number].start
-        return slice(start, start + len(positions))
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
         return len(self.chunks)
 
+    @property
+    def longest(self) -> int:
+        """The rows of the longest shard."""
+        return max(map(self.rows, range(self.world_size)))
+
+    def rows(self, rank: int) -> int:
+        """The number of rows of a rank."""
+        return sum(map(len, self.chunks[rank]))
+
+    def rows_of(self, rank: int, positions: range) -> slice:
+        """The rows of a rank's tensors at these positions, which are in one of its chunks.
+
+        >>> Shards.of([4, 4], "zigzag").rows_of(0, range(7, 8))
+        slice(3, 4, None)
+        """
+        first = 0  # row of the chunk
+        for chunk in self.chunks[rank]:
+            if positions.start in chunk:
+                start = first + positions.start - chunk.start
+                return slice(start, start + len(positions))
+            first += len(chunk)
+        raise AssertionError(f"rank {rank} does not hold {positions}")
+
     def within(self, rows: range) -> Shards:
-        """The parts inside a range of rows, counted from its start: a document of a packed batch.
+        """The shards of a range of rows, counted from its start: a document of a packed batch.
 
         >>> Shards.of([3, 5], "contiguous").within(range(2, 6)).chunks
         ((range(0, 1),), (range(1, 4),))

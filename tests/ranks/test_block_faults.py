@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from block_cases import config
-from dilated_attention_pytorch import BlockSparse, attention
+from dilated_attention_pytorch import BlockSparse, Sharding, attention
 from dilated_attention_pytorch.distributed import shard_sequence
-from dilated_attention_pytorch.distributed.transport import Wire
+from dilated_attention_pytorch.distributed.wire import Wire
 from rank_faults import LONG_S, TIMEOUT_S, WORLD, die, stall
 
 # With the number of the exchange at which rank 2 fails: of keys and values, of requests.
@@ -47,7 +47,7 @@ def check_failure(group, pattern: BlockSparse, act, exchange: int, what: str) ->
             patch.setattr(Wire, "start", start)
         message = rf"^rank \d could not (send|receive) {what} (to|from) rank \d, "
         with pytest.raises(RuntimeError, match=message) as raised:
-            attention(*local, pattern, group=group, transport="ring")
+            attention(*local, pattern, group=Sharding(group, transport="ring"))
         assert "the call can be repeated" in str(raised.value)
 
 

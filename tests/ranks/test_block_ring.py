@@ -25,7 +25,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.distributed import Shards, executor, gather_sequence, shard_sequence
 from dilated_attention_pytorch.distributed.sequence import rows_of
-from ring_cases import Case, LargestTensor, by_world, check_case, check_staged
+from ring_cases import Case, LargestTensor, by_world, check_case, check_staged, sharded
 
 RATIO = 0.4
 
@@ -147,7 +147,7 @@ def check_memory(group) -> None:
     q = torch.randn(1, 2000, 2, 8, generator=torch.Generator().manual_seed(1))
     mine = shard_sequence(q, group).requires_grad_()
     with pytest.MonkeyPatch.context() as patch, LargestTensor() as largest:
-        patch.setattr(executor, "_part_limit", lambda query: 2**10)
+        patch.setattr(executor, "_partial_limit", lambda query: 2**10)
         attention(mine, mine, mine, pattern, group=group, is_causal=True).sum().backward()
     assert largest.numel <= mine.numel()
 
@@ -230,7 +230,7 @@ def check_mistakes(group) -> None:
 
     def refused(match, pattern, error=ValueError, **options):
         with pytest.raises(error, match=match):
-            attention(x, x, x, pattern, group=group, **options)
+            attention(x, x, x, pattern, **sharded(group, **options))
 
     other = mask.clone()
     other[2, 0] = rank != 1
@@ -240,12 +240,12 @@ def check_mistakes(group) -> None:
         config("hierarchical" if rank == 1 else "local_window")))  # fmt: skip
     built = BlockSparse.custom(mask[:3, :3], block_size=16)
     refused("the mask of this pattern has 3 x 3 blocks of 16: got 60 queries and 60 keys, which are 4 x 4 blocks", built)
-    refused("come in one message, so there is no bucket_size: got 7", whole, bucket_size=7)
-    refused("heads are exchanged .* for one dense segment only", whole, transport="ulysses")
+    refused("are one message for a block-sparse pattern, so it has no bucket_size: got 7", whole, bucket_size=7)
+    refused("exchanges heads for one dense segment only", whole, transport="ulysses")
     refused("block-sparse attention is one softmax", whole, mixing_gradient="detached")
     refused("blocks of sharded sequences go through 'sdpa' or 'eager'", whole, backend="triton")
     refused("excludes cu_seqlens", whole, cu_seqlens=torch.tensor([0, 30, 60]))
-    told = "p must satisfy 0 <= p < 1" if rank == 2 else "rank 2 refused its arguments: the dropout probability p must"
+    told = "^dropout_p must satisfy 0 <= dropout_p < 1" if rank == 2 else "rank 2 refused its arguments: dropout_p must"
     refused(told, whole, dropout_p=1.0 if rank == 2 else 0.0)
     assert attention(x, x, x, whole, group=group).shape == x.shape  # the group works on
 

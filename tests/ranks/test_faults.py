@@ -13,13 +13,16 @@ from dilated_attention_pytorch import (
     Dilated,
     Hilbert,
     MultiheadDilatedAttention,
+    Sharding,
     attention,
     dilated_attention,
 )
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, local_device, shard_sequence
-from dilated_attention_pytorch.distributed.agreement import Facts, differences
-from dilated_attention_pytorch.distributed.transport import Wire, failure
+from dilated_attention_pytorch.distributed.agreement import Arguments, differences
+from dilated_attention_pytorch.distributed.groups import failure
+from dilated_attention_pytorch.distributed.wire import Wire
 from rank_faults import LONG_S, TIMEOUT_S, WORLD, die, stall
+from ring_cases import sharded
 
 PATTERN = Dilated([8, 64], [1, 2])
 
@@ -31,7 +34,7 @@ def whole() -> torch.Tensor:
 def check_call(group) -> None:
     """A call of all ranks, forward and backward, gives what one device does."""
     local = [shard_sequence(x, group).requires_grad_() for x in whole()]
-    out = attention(*local, PATTERN, group=group, transport="ring", bucket_size=2)
+    out = attention(*local, PATTERN, group=Sharding(group, bucket_size=2, transport="ring"))
     grads = torch.autograd.grad(out.square().sum(), local)
     inputs = [x.requires_grad_() for x in whole()]
     expected = attention(*inputs, PATTERN)
@@ -45,12 +48,12 @@ def check_mistakes(group) -> None:
 
     def refused(match: str, *args, error=ValueError, **options) -> None:
         with pytest.raises(error, match=match):
-            attention(*(args or (x, x, x)), **{"pattern": PATTERN, "group": group, **options})
+            attention(*(args or (x, x, x)), **sharded(group, **{"pattern": PATTERN, **options}))
 
     # The same mistake is the same error on every rank; what differs is named, and nothing else.
     only = "these differ:\n  {}$"
     refused(
-        only.format(r"pattern: '4\|1\|.*' on rank 0, '5\|1\|.*' on rank 1, '6\|.*' on rank 2"),
+        only.format(r"pattern: 'dilated\|4\|1\|.*' on rank 0, 'dilated\|5\|.*' on rank 1, '.*' on rank 2"),
         pattern=Dilated([4 + rank], [1]),
     )
     refused(only.format("is_causal: False on ranks 0, 2, True on rank 1"), is_causal=rank == 1)
@@ -191,7 +194,8 @@ def check_known_shards(group) -> None:
         for name in ("all_gather", "all_gather_object", "batch_isend_irecv"):
             patch.setattr(dist, name, lambda *a, **b: pytest.fail("one rank communicates with nobody"))
         for transport in ("auto", "ring", "allgather"):
-            assert torch.equal(attention(x, x, x, PATTERN, group=alone, transport=transport), attention(x, x, x, PATTERN))
+            out = attention(x, x, x, PATTERN, group=Sharding(alone, transport=transport))
+            assert torch.equal(out, attention(x, x, x, PATTERN))
     with pytest.raises(ValueError, match="these differ:\n  seed"):  # a new combination is compared again
         attention(x, x, x, PATTERN, group=dist.group.WORLD, layout=shards, dropout_p=0.1, seed=rank)
 
@@ -266,7 +270,7 @@ def check_failure(group, act, message: str) -> None:
 
             patch.setattr(Wire, "start", start)
         with pytest.raises(RuntimeError, match=message) as raised:
-            attention(*local, PATTERN, group=group, transport="ring", bucket_size=1)
+            attention(*local, PATTERN, group=Sharding(group, bucket_size=1, transport="ring"))
         assert raised.value.__cause__ is not None
         assert "the call can be repeated" in str(raised.value)
 
@@ -300,13 +304,15 @@ def test_a_rank_that_dies_before_the_backward(own_ranks):
 
 
 def test_differences_are_short():
-    common = dict.fromkeys(Facts.__slots__)
-    text = differences([Facts(**common | {"lengths": tuple(range(a, 9999))}) for a in (0, 0, 1)])
+    def arguments(**values) -> Arguments:
+        return Arguments("attention", tuple(({"batch": 1, "lengths": None, "scale": 1.0} | values).items()))
+
+    text = differences([arguments(lengths=tuple(range(a, 9999))) for a in (0, 0, 1)])
     assert len(text) < 700
     assert "lengths: (0, 1, 2" in text
     assert "on ranks 0, 1, (1, 2, 3" in text
     assert "batch" not in text
-    one, other = (Facts(**common | {"scale": scale}) for scale in (0.5, 0.25))
+    one, other = (arguments(scale=scale) for scale in (0.5, 0.25))
     assert one.hash != other.hash
     assert 0 <= one.hash < 2**63
 

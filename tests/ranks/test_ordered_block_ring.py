@@ -17,6 +17,7 @@ from dilated_attention_pytorch import (
     DistributedSparseConfig,
     Hilbert,
     MultiheadDilatedAttention,
+    Sharding,
     attention,
 )
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
@@ -54,7 +55,7 @@ def check_case(group, case, causal: bool) -> None:
     def by_head(x):
         return x.transpose(1, 2)[rows].transpose(1, 2)
 
-    options = {"group": group, "layout": layout, "transport": transport, "return_lse": True}
+    options = {"group": Sharding(group, layout, transport=transport), "return_lse": True}
     call = lambda *x: attention(*x, pattern, is_causal=causal, order=order, **options)  # noqa: E731
     local = [x.detach()[rows].requires_grad_() for x in inputs]
     actual = with_grads(call, local, dout[rows], by_head(dlse))
@@ -82,7 +83,7 @@ def check_traffic(group, kind: str) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         received, counts = Received(monkeypatch), []
         for options in ({}, {"order": order}, {"order": order, "is_causal": True}):
-            attention(x, x, x, pattern, group=group, transport="ring", **options)
+            attention(x, x, x, pattern, group=Sharding(group, transport="ring"), **options)
             counts.append(received.take())
     assert counts[0] == counts[1] == counts[2] > 0
 

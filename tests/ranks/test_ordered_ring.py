@@ -25,7 +25,7 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from oracle import assert_same, with_grads
-from ring_cases import Received, by_world
+from ring_cases import Received, by_world, sharded
 
 WIDE = Dilated([8, 20, 100], [1, 3, 4])
 NARROW = Dilated([6], [2])
@@ -114,7 +114,12 @@ def check_case(group, case: Case, is_causal: bool) -> None:
         return x.transpose(1, 2)[rows].transpose(1, 2)
 
     call = lambda *x: attention(  # noqa: E731
-        *x, case.pattern, is_causal=is_causal, order=order, group=group, layout=case.layout, return_lse=True, **case.more
+        *x,
+        case.pattern,
+        is_causal=is_causal,
+        order=order,
+        return_lse=True,
+        **sharded(group, layout=case.layout, **case.more),
     )
     local = [x.detach()[rows].requires_grad_() for x in inputs]
     actual = with_grads(call, local, dout[rows], by_head(dlse))
@@ -136,7 +141,7 @@ def check_options(group, make_order, options: dict[str, Any]) -> None:
     common = {"is_causal": True, "order": order, "return_lse": True, **options}
     one = with_grads(lambda *x: attention(*x, pattern, backend="reference", **common), inputs, dout, dlse)
     shard = lambda x, dim=1: shard_sequence(x, group, layout="zigzag", order=order, dim=dim)  # noqa: E731
-    call = lambda *x: attention(*x, pattern, group=group, layout="zigzag", bucket_size=3, **common)  # noqa: E731
+    call = lambda *x: attention(*x, pattern, group=Sharding(group, "zigzag", 3), **common)  # noqa: E731
     local = [shard(x.detach()).requires_grad_() for x in inputs]
     many = with_grads(call, local, shard(dout), shard(dlse, 2))
     assert_same(many, [shard(x, 2) if name == 1 else shard(x) for name, x in enumerate(one)])
@@ -157,7 +162,7 @@ def check_traffic(group) -> None:
         received = Received(monkeypatch)
         counts = []
         for options in ({}, {"order": order}, {"order": order, "is_causal": True}):
-            attention(x, x, x, WIDE, group=group, transport="ring", **options)
+            attention(x, x, x, WIDE, group=Sharding(group, transport="ring"), **options)
             counts.append(received.take())
     assert counts[0] == counts[1] == counts[2] > 0
 
@@ -268,9 +273,9 @@ def check_mistakes(group) -> None:
     refused(together.format(21) + "use shard_sequence", Hilbert.line(21))
     refused(together.format(4) + "these look like whole sequences, not shards; use", Hilbert.line(4))
     refused(together.format(21), Hilbert.line(21), layout=Shards.of([4] * world, "contiguous"))
-    refused("lengths and cu_seqlens do not go with it", Hilbert.line(n), lengths=torch.tensor([20, 3]))
+    refused("so it excludes lengths and cu_seqlens", Hilbert.line(n), lengths=torch.tensor([20, 3]))
     refused("no rank can move the rows of others: order once", Hilbert.line(n), ordered=False)
-    refused("ordered=True says that rows already lie in an order", None, ordered=True)
+    refused("ordered=True says that rows are in an order already", None, ordered=True)
     refused("order must be an Order, got list", [0, 1], error=TypeError)
     refused("which this backend cannot", Hilbert.line(n), is_causal=True, backend="sdpa")
     # A mistake that one rank alone can see is its own error, and the others are told.

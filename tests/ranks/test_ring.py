@@ -106,7 +106,7 @@ def check_comm_dtype(group) -> None:
         received = Received(monkeypatch)
         for comm_dtype in (None, torch.float32, torch.bfloat16):
             local = [shard_sequence(x, group).requires_grad_() for x in whole]
-            out = attention(*local, pattern, group=group, transport="ring", comm_dtype=comm_dtype)
+            out = attention(*local, pattern, group=Sharding(group, transport="ring", comm_dtype=comm_dtype))
             forward_bytes = received.take()
             grads = torch.autograd.grad(out.square().sum(), local)
             results[comm_dtype] = grads, received.take() - forward_bytes
@@ -138,7 +138,7 @@ def check_accuracy(group) -> None:
         shards = Shards.even(n, dist.get_world_size(some), "zigzag")
         mine = rows_of(shards, rank, torch.device("cpu"))
         local = [x[:, mine].clone().requires_grad_() for x in (q, k, v)]
-        part = attention(*local, pattern, is_causal=True, group=some, layout="zigzag", transport="ring")
+        part = attention(*local, pattern, is_causal=True, group=Sharding(some, "zigzag", transport="ring"))
         parts = [part, *torch.autograd.grad(part, local, dout[:, mine])]
         parts = [gather_sequence(x.detach(), some, layout="zigzag") for x in parts]
         errors.append([float((a - e).norm() / e.norm()) for a, e in zip(parts, wanted, strict=True)])

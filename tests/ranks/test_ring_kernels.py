@@ -8,9 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention_pytorch import BlockSparse, Dilated, attention, backends, explain
+from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, attention, explain
+from dilated_attention_pytorch.backends.hopper import HopperBackend
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.distributed import Shards, local, simulate_ring
+from dilated_attention_pytorch.backends.triton import TRITON
+from dilated_attention_pytorch.call import make_call
+from dilated_attention_pytorch.distributed import Shards, simulate_ring
+from dilated_attention_pytorch.distributed.own_rows import FusedStep, fused_backend
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import fast_interpreter
@@ -48,7 +52,7 @@ def check(group, case) -> None:
     doubles = [x.detach().double().requires_grad_() for x in whole]
     expected = run(lambda *x: attention(*x, pattern, backend="reference", **options), doubles, dout.double(), weights)
     local = [x.detach()[:, own].clone().requires_grad_() for x in whole]
-    sharded = {"group": group, "backend": "triton", "transport": "ring", "bucket_size": 16}
+    sharded = {"group": Sharding(group, bucket_size=16, transport="ring"), "backend": "triton"}
     actual = run(lambda *x: attention(*x, pattern, **options, **sharded), local, dout[:, own], weights[:, own])
     for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
         part = e[..., own] if name == "lse" else e[:, own]
@@ -57,14 +61,15 @@ def check(group, case) -> None:
 
 def on_a_hopper_gpu(patch: pytest.MonkeyPatch) -> list[str]:
     """As if this were one, with Triton's kernels in the place of Hopper's; the backends that are launched."""
-    launched, plain_why_not, plain_run = [], backends.why_not, local._run
+    launched = []
+    for name in ("forward", "backward"):
 
-    def run(backend):
-        launched.append(backend)
-        return plain_run("triton")
+        def run(self, *args, name=name, **options):
+            launched.append(self.name)
+            return getattr(TRITON, name)(*args, **options)
 
-    patch.setattr(backends, "why_not", lambda name, request: [] if name == "hopper" else plain_why_not(name, request))
-    patch.setattr(local, "_run", run)
+        patch.setattr(HopperBackend, name, run)
+    patch.setattr(HopperBackend, "why_not", lambda self, request: [])
     return launched
 
 
@@ -90,7 +95,7 @@ def check_auto(group, pattern, layout, fused: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         launched = on_a_hopper_gpu(patch)
         q, k, v = (x[:, own].clone().requires_grad_() for x in whole)
-        out = attention(q, k, v, pattern, group=group, layout=layout, transport="ring")
+        out = attention(q, k, v, pattern, group=Sharding(group, layout, transport="ring"))
         if layout != "zigzag":
             expected = attention(*whole.double(), pattern, backend="reference")[:, own]
             torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=5e-6)
@@ -119,8 +124,10 @@ def test_what_auto_takes_for_own_rows():
     several, one = Dilated([16, 64], [1, 4]), Dilated([64], [4])
     blocks = BlockSparse.custom(torch.ones(2, 2, dtype=torch.bool), block_size=128)
 
-    def taken(request=request, pattern=several, layout="contiguous", detached=False, backend="auto"):
-        return local.fused_backend(backend, request, pattern, layout, detached=detached)
+    def taken(request=request, pattern=several, layout="contiguous", mixing_gradient="exact", backend="auto"):
+        x = torch.empty(1, 256, 2, 64)
+        call, _ = make_call(x, x, x, pattern, mixing_gradient=mixing_gradient, backend=backend)
+        return fused_backend(replace(call, sharding=Sharding(None, layout)), request)
 
     assert taken() == "hopper"
     assert taken(layout=Shards.of([3, 0, 5], "contiguous")) == "hopper"
@@ -128,10 +135,10 @@ def test_what_auto_takes_for_own_rows():
         assert taken(pattern=pattern) is None
     for layout in ("zigzag", Shards.of([3, 0, 5], "zigzag")):
         assert taken(layout=layout) is None
-    assert taken(detached=True) is None
+    assert taken(mixing_gradient="detached") is None
     for other in (
         {"device": "cpu", "capability": (0, 0)}, {"capability": (8, 0)}, {"capability": (10, 0)}, {"dtype": torch.float32},
-        {"head_dim": 256}, {"head_dim": 20}, {"dropout_p": 0.1}, {"ordered": True},
+        {"head_dim": 256}, {"head_dim": 20}, {"dropout_p": 0.1}, {"masks_by_position": True},
     ):  # fmt: skip
         assert taken(replace(request, **other)) is None
     # Asked for by name, one branch as well; the others are asked for tiles.
@@ -140,7 +147,7 @@ def test_what_auto_takes_for_own_rows():
     with pytest.raises(
         ValueError, match=r"cannot serve this call:\n.*got torch.float32\n.*got the zigzag layout\n  detached mixing"
     ):
-        taken(replace(request, dtype=torch.float32), layout="zigzag", detached=True, backend="hopper")
+        taken(replace(request, dtype=torch.float32), layout="zigzag", mixing_gradient="detached", backend="hopper")
 
 
 def test_what_explain_and_the_simulation_say(monkeypatch):
@@ -174,12 +181,14 @@ def share_a_gpu(group) -> None:
         return [x.detach().double() for x in (out, *torch.autograd.grad(out, inputs, dout))]
 
     with pytest.MonkeyPatch.context() as patch:
-        launched, plain = [], local._run
-        patch.setattr(local, "_run", lambda backend: (launched.append(backend), plain(backend))[1])
+        launched = []
+        for method in ("attend_", "write_gradients_"):
+            plain = getattr(FusedStep, method)
+            patch.setattr(FusedStep, method, lambda self, *a, plain=plain: (launched.append(self.backend), plain(self, *a)))
         for causal in (False, True):
             exact = run(*whole.double(), backend="reference", is_causal=causal)
             measure = run(*whole, backend="sdpa", is_causal=causal)
-            actual = run(*(x[:, own] for x in whole), group=group, transport="ring", is_causal=causal)
+            actual = run(*(x[:, own] for x in whole), group=Sharding(group, transport="ring"), is_causal=causal)
             for name, a, m, e in zip(("out", "dq", "dk", "dv"), actual, measure, exact, strict=True):
                 error, stock_error = (float((x - e[:, own]).norm()) for x in (a, m[:, own]))
                 assert error < 2 * stock_error, f"{name}, causal={causal}: {error} and {stock_error}"

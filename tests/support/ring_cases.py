@@ -11,13 +11,21 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention_pytorch import BlockSparse, Dilated, attention
+from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, attention
 from dilated_attention_pytorch.distributed import Shards
-from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
+from dilated_attention_pytorch.distributed.dilated_plan import dilated_plan
+from dilated_attention_pytorch.distributed.dilated_schedule import default_bucket_size
 from dilated_attention_pytorch.distributed.sequence import rows_of
+from dilated_attention_pytorch.plan.problem import Problem
 from staged import staged
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def sharded(group, **options: Any) -> dict[str, Any]:
+    """Options of ``attention``; those of ``Sharding`` are given by their names."""
+    names = ("layout", "bucket_size", "transport", "comm_dtype")
+    return {"group": Sharding(group, **{name: options.pop(name) for name in names if name in options}), **options}
 
 
 @dataclass
@@ -46,13 +54,11 @@ class Case:
         self, shards: Shards, rank: int, options: dict[str, Any], sent: bool, qk: tuple[torch.Tensor, torch.Tensor]
     ) -> int:
         spans = {name: tuple(options[name].tolist()) for name in ("lengths", "cu_seqlens") if name in options}
-        route = make_route(
-            self.pattern, shards, rank, 2, self.key_heads, is_causal=self.is_causal, bucket_size=1000, **spans
-        )
+        sizes = 2, shards.length, shards.length, self.heads, self.key_heads
+        plan = dilated_plan(Problem(self.pattern, self.is_causal, *sizes, **spans), shards, rank, 1000)
         if not sent:
-            sizes = {"head_dim": 8, "element_size": self.dtype.itemsize}
-            return sum(place.schedule.bytes(rank, batch=place.batch, **sizes) for place in route.places)
-        rows = sum(place.batch * t.rows for place in route.places for t in place.schedule.sends(rank))
+            return sum(sequence.bytes(rank, 8, self.dtype.itemsize) for sequence in plan.sequences)
+        rows = sum(sequence.batch * t.rows for sequence in plan.sequences for t in sequence.schedule.sends(rank))
         return rows * 2 * self.key_heads * 8 * self.dtype.itemsize
 
 
@@ -118,7 +124,7 @@ def _check_case(group, case: Case, number: int, received: Received) -> list[torc
     shards = case.shards(world)
     n = shards.length
     options = {key: torch.tensor(x) if isinstance(x, list) else x for key, x in case.more.items()}
-    sharding = {key: options.pop(key) for key in ("bucket_size",) if key in options}
+    sharding = Sharding(group, case.layout, options.pop("bucket_size", None), case.transport)
     torch.manual_seed(number)
     q, dout = torch.randn(2, 2, n, case.heads, 8, dtype=torch.float64).to(case.dtype).unbind(0)
     k, v = torch.randn(2, 2, n, case.key_heads, 8, dtype=torch.float64).to(case.dtype).unbind(0)
@@ -149,9 +155,8 @@ def _check_case(group, case: Case, number: int, received: Received) -> list[torc
         received.take()
         with measuring:
             part, part_lse = attention(
-                *local, case.pattern, group=group, is_causal=case.is_causal, layout=case.layout, return_lse=True,
-                transport=case.transport, **sharding, **options,
-            )  # fmt: skip
+                *local, case.pattern, group=sharding, is_causal=case.is_causal, return_lse=True, **options
+            )
         forward_bytes = received.take()
         total = (part * dout[:, mine]).sum() + (part_lse.where(met[:, :, mine], 0.0) * dlse[:, :, mine]).sum()
         with measuring:

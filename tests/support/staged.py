@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dilated_attention_pytorch.distributed import transport
+from dilated_attention_pytorch.distributed import wire
 
 
 class Still:
@@ -30,7 +30,7 @@ class Still:
 @contextlib.contextmanager
 def staged() -> Iterator[None]:
     """Every message goes through host memory, in several tags, and what was sent from is overwritten at once."""
-    plain_init, plain_start = transport.Wire.__init__, transport.Wire.start
+    plain_init, plain_start = wire.Wire.__init__, wire.Wire.start
 
     def init(self, *args) -> None:
         plain_init(self, *args)
@@ -39,17 +39,15 @@ def staged() -> Iterator[None]:
     def start(self, sends, receives, after):
         wait = plain_start(self, sends, receives, after)
         for parcel in sends:
-            if parcel.what != "heads":  # those may be the caller's
+            if parcel.content != "heads":  # those may be the caller's
                 parcel.rows.fill_(torch.nan if parcel.rows.is_floating_point() else 99)
         return wait
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport.Wire, "__init__", init)
-        patch.setattr(transport.Wire, "start", start)
-        patch.setattr(transport.Wire, "_shared", lambda self, parcel: False, raising=False)
-        patch.setattr(transport.Wire, "_acknowledge", lambda self: None, raising=False)
-        patch.setattr(transport, "_pinned", torch.empty_like)
-        patch.setattr(transport, "_SMALL_MESSAGE", 0)
+        patch.setattr(wire.Wire, "__init__", init)
+        patch.setattr(wire.Wire, "start", start)
+        patch.setattr(wire, "_pinned", torch.empty_like)
+        patch.setattr(wire, "_SMALL_MESSAGE", 0)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_stream", lambda device: Still())
         yield

@@ -15,9 +15,15 @@ import block_oracle
 from block_cases import SIZE, config
 from dilated_attention_pytorch import BlockSparse, DistributedSparseConfig, SparsePatternConfig, attention
 from dilated_attention_pytorch.distributed import Shards
-from dilated_attention_pytorch.distributed.block_work import static_places
+from dilated_attention_pytorch.distributed.block_plan import listed_sequences
+from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 
 LAYOUTS = st.sampled_from(["contiguous", "zigzag"])
+
+
+def problem_of(pattern: BlockSparse, length: int, is_causal: bool) -> Problem:
+    given = pattern.given_causal if is_causal else pattern.given
+    return Problem(BlockRule(pattern.block_size, pattern.config, given), is_causal, 1, length, length, 2, 2)
 
 
 def positions(shards: Shards, rank: int) -> list[int]:
@@ -40,26 +46,25 @@ def test_what_is_read_travels_and_nothing_else(case):
     if not shards.length:
         return
     pattern = BlockSparse.custom(mask, block_size=SIZE)
-    call = {"is_causal": is_causal, "lengths": None, "cu_seqlens": None}
-    world = shards.world_size
+    problem, world = problem_of(pattern, shards.length, is_causal), shards.world_size
     block = torch.arange(shards.length) // SIZE
     seen = torch.ones(shards.length, shards.length, dtype=torch.bool).tril()
     for rank in range(world):
-        places = static_places(pattern, shards, rank, (1, 2, 2), **call)
-        assert [place.key_heads for place in places] == [slice(0, 1), slice(1, 2)]
-        for head, place in enumerate(places):
+        sequences = listed_sequences(problem, shards, rank)
+        assert [sequence.key_heads for sequence in sequences] == [slice(0, 1), slice(1, 2)]
+        for head, sequence in enumerate(sequences):
             mine = positions(shards, rank)
             met = mask[head][block][:, block] & (seen if is_causal else True)
             wanted = set(met[mine].any(0).nonzero().flatten().tolist()) - set(mine)
-            received = [(x.source, j) for x in place.schedule.receives(rank) for run in x.ranges for j in run]
+            received = [(x.source, j) for x in sequence.schedule.receives(rank) for run in x.ranges for j in run]
             assert len(received) == len(set(received))
             assert {j for _, j in received} == wanted
             assert all(j in positions(shards, source) for source, j in received)
-            sizes = {"key_heads": 1, "head_dim": 8, "element_size": 4, "batch": 3}
-            assert place.schedule.bytes(rank, **sizes) == len(wanted) * 8 * 2 * 4 * 3
+            assert sequence.schedule.received_rows(rank) == len(wanted)
+            assert sequence.bytes(rank, head_dim=8, element_size=4) == len(wanted) * 8 * 2 * 4
             for source in range(world):
-                both = list(place.schedule.transfers(source, rank))
-                assert both == [x for x in place.schedule.sends(source) if x.target == rank]
+                both = list(sequence.schedule.transfers(source, rank))
+                assert both == [x for x in sequence.schedule.sends(source) if x.target == rank]
 
 
 def test_a_local_window_reads_neighbours_only():
@@ -68,8 +73,8 @@ def test_a_local_window_reads_neighbours_only():
         shards = Shards.of([256] * world, "contiguous")
         blocks = world * 256 // SIZE
         pattern = BlockSparse.from_config(SparsePatternConfig("local_window", 5 / blocks, block_size=SIZE))
-        (place,) = static_places(pattern, shards, 1, (1, 2, 2), is_causal=False, lengths=None, cu_seqlens=None)
-        assert [place.schedule.rows(rank) for rank in range(world)] == [32, *[64] * (world - 2), 32]
+        (sequence,) = listed_sequences(problem_of(pattern, shards.length, False), shards, 1)
+        assert [sequence.schedule.received_rows(rank) for rank in range(world)] == [32, *[64] * (world - 2), 32]
 
 
 # Patterns by rank and node.
@@ -157,9 +162,8 @@ def test_bandwidth_aware_fills_its_budgets(is_causal):
     assert torch.equal(table, slow_table(settings, shards, is_causal, fetched))
     # Rank 2 holds the blocks 8 to 11: the nearest to them.
     assert fetched[2] == ({7, 6, 5} if is_causal else {12, 13, 7, 6, 5})
-    call = {"is_causal": is_causal, "lengths": None, "cu_seqlens": None}
-    (place,) = static_places(pattern, shards, 0, (1, 2, 2), **call)
-    assert [place.schedule.rows(rank) for rank in range(6)] == [SIZE * len(x) for x in fetched]
+    (sequence,) = listed_sequences(problem_of(pattern, shards.length, is_causal), shards, 0)
+    assert [sequence.schedule.received_rows(rank) for rank in range(6)] == [SIZE * len(x) for x in fetched]
 
 
 def nearest_to_rank(owner: list[int], node_size: int, rank: int, is_causal: bool, node: int, between: int) -> set[int]:
@@ -269,7 +273,7 @@ def test_node_size_from_torchrun(monkeypatch):
         ({"block_size": 48}, "block_size must be a power of two from 16 to 256, got 48"),
         ({"block_size": 16.0}, "block_size must be a power of two from 16 to 256, got 16.0"),
         ({"node_size": 0}, "node_size must be an integer, at least 1, or None, got 0"),
-        ({"node_bytes": 5}, "node_bytes is read by 'bandwidth_aware' alone, got 5 for 'hierarchical'"),
+        ({"node_bytes": 5}, "node_bytes is read by 'bandwidth_aware' only, got 5 for 'hierarchical'"),
         ({"pattern_type": "node_local", "inter_node_sparsity": 0.1}, "reads nothing of other nodes"),
     ],
 )

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import oracle
 from dilated_attention_pytorch import Dilated
-from dilated_attention_pytorch.distributed.route import make_route
-from dilated_attention_pytorch.distributed.schedule import make_schedule
+from dilated_attention_pytorch.distributed.dilated_plan import dilated_plan
+from dilated_attention_pytorch.distributed.dilated_schedule import make_schedule
+from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.shards import Shards
 
 
@@ -50,16 +51,19 @@ def test_every_pair_is_computed_once_where_its_query_lives(case):
     schedule = make_schedule(pattern, shards, key_heads, is_causal=is_causal)
     found: Counter = Counter()
     for rank, chunks in enumerate(shards.chunks):
-        for a, b, plan in schedule.local(rank):
+        for plan in schedule.own_plans(rank):
+            assert {plan.queries, plan.keys} <= set(chunks)
             for (g, i, j), count in met(plan).items():
-                assert i in chunks[a]
-                assert j in chunks[b]
+                assert i in plan.queries
+                assert j in plan.keys
                 found[g, i, j] += count
         for transfer in schedule.receives(rank):
-            for a, plan in schedule.remote(transfer):
+            for plan in schedule.plans(transfer):
+                assert plan.queries in chunks
+                assert plan.keys == transfer.positions
                 for (g, i, j), count in met(plan).items():
-                    assert i in chunks[a]
-                    assert j in transfer.positions
+                    assert i in plan.queries
+                    assert j in plan.keys
                     found[g, i, j] += count
     n = shards.length
     expected = oracle.multiplicities(pattern, n, n, key_heads, key_heads, is_causal)
@@ -72,25 +76,21 @@ def test_sends_match_receives_and_nothing_travels_for_nothing(case):
     pattern, shards, key_heads, is_causal = case
     schedule = make_schedule(pattern, shards, key_heads, is_causal=is_causal)
     world = shards.world_size
-    rounds = [{number: (sends, receives) for number, sends, receives in schedule.rounds(rank)} for rank in range(world)]
     for rank in range(world):
-        assert 0 not in rounds[rank]
-        for number, (sends, _) in rounds[rank].items():
-            target = (rank + number) % world
-            # The same messages in the same order at both ends.
-            assert sends == rounds[target].get(number, ((), ()))[1]
         received = list(schedule.receives(rank))
-        assert sorted(map(str, received)) == sorted(str(x) for _, xs in rounds[rank].values() for x in xs)
+        for source in range(world):
+            # The same transfers in the same order at both ends.
+            assert [x for x in schedule.sends(source) if x.target == rank] == [x for x in received if x.source == source]
+        assert rank not in {transfer.source for transfer in received}
         assert len(set(map(str, received))) == len(received)
         for transfer in received:
             assert any(set(transfer.positions) <= set(chunk) for chunk in shards.chunks[transfer.source])
-            assert any(plan.pairs for _, plan in schedule.remote(transfer))
-            # The message has room for the head that reads most of the piece, and no more.
+            assert any(plan.pairs for plan in schedule.plans(transfer))
+            # The message has room for the head that reads most of the positions, and no more.
             w, r = pattern.branches[transfer.branch]
             offsets = [oracle.offset(pattern.offsets, g, key_heads, r) for g in range(key_heads)]
             assert transfer.rows == max(sum(i % w % r == o for i in transfer.positions) for o in offsets)
-        rows = sum(transfer.rows for transfer in received)
-        assert schedule.bytes(rank, head_dim=8, element_size=4, batch=3) == rows * key_heads * 8 * 2 * 4 * 3
+        assert schedule.received_rows(rank) == sum(transfer.rows for transfer in received)
 
 
 def test_traffic_of_a_branch_does_not_grow_with_the_ranks():
@@ -99,17 +99,17 @@ def test_traffic_of_a_branch_does_not_grow_with_the_ranks():
         w, r = 2048 * 4**i, 4**i
         for world in (w // 8192, 4 * w // 8192, 4096):
             schedule = make_schedule(Dilated([w], [r]), Shards.of([8192] * world, "contiguous"), 8, is_causal=False)
-            received = {schedule.bytes(rank, head_dim=64, element_size=2) for rank in range(0, world, max(1, world // 7))}
+            received = {schedule.received_rows(rank) for rank in range(0, world, max(1, world // 7))}
             # With rates above 8192, only some ranks have rows at all.
             rows = {(w - 8192) // r} if r <= 8192 else {0, w // r - 1}
-            assert received <= {n * 8 * 64 * 2 * 2 for n in rows}
+            assert received <= rows
             assert received != {0}
 
 
 def test_a_branch_inside_of_the_shards_sends_nothing():
     schedule = make_schedule(Dilated([16, 32], [1, 2]), Shards.of([64] * 5, "contiguous"), 4, is_causal=True)
-    assert schedule.groups == ()
-    assert all(schedule.bytes(rank, head_dim=64, element_size=2) == 0 for rank in range(5))
+    assert schedule.segments == ()
+    assert all(schedule.received_rows(rank) == 0 for rank in range(5))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -124,8 +124,8 @@ def test_zigzag_evens_causal_work():
         schedule = make_schedule(Dilated([4096], [1]), Shards.of([512] * 8, layout), 1, is_causal=True)
         pairs = []
         for rank in range(8):
-            own = sum(plan.pairs for _, _, plan in schedule.local(rank))
-            pairs.append(own + sum(p.pairs for t in schedule.receives(rank) for _, p in schedule.remote(t)))
+            own = sum(plan.pairs for plan in schedule.own_plans(rank))
+            pairs.append(own + sum(p.pairs for t in schedule.receives(rank) for p in schedule.plans(t)))
         return max(pairs) / (sum(pairs) / 8)
 
     assert work("zigzag") < 1.01
@@ -155,27 +155,26 @@ def test_messages_match_in_one_common_order(case, bucket_size):
     """A tick is the same message at both ends, and all rows of a transfer travel once, in buckets of the given size."""
     pattern, shards, key_heads, is_causal = case
     world = shards.world_size
-    routes = [
-        make_route(pattern, shards, rank, 1, key_heads, is_causal=is_causal, bucket_size=bucket_size)
-        for rank in range(world)
-    ]
-    assert len({len(route.ticks) for route in routes}) == 1
+    problem = Problem(pattern, is_causal, 1, shards.length, shards.length, key_heads, key_heads)
+    plans = [dilated_plan(problem, shards, rank, bucket_size) for rank in range(world)]
+    assert len({len(plan.ticks) for plan in plans}) == 1
     schedule = make_schedule(pattern, shards, key_heads, is_causal=is_causal)
-    for rank, route in enumerate(routes):
+    for rank, plan in enumerate(plans):
         positions: dict = {}
         rows: Counter = Counter()
-        for tick, (sent, received) in enumerate(route.ticks):
+        for tick, (sent, received) in enumerate(plan.ticks):
             if sent is not None:
-                assert sent == routes[sent.target].ticks[tick][1]
+                assert sent == plans[sent.target].ticks[tick][1]
             if received is None:
                 continue
             assert (received.tick, received.target) == (tick, rank)
-            assert received == routes[received.source].ticks[tick][0]
-            assert 0 < sum(transfer.rows for _, transfer in received.parts) <= bucket_size
-            for _, transfer in received.parts:
-                place = route.places[0]
+            assert received == plans[received.source].ticks[tick][0]
+            assert 0 < sum(section.transfer.rows for section in received.sections) <= bucket_size
+            assert received.numel(5) == 2 * sum(s.transfer.rows for s in received.sections) * key_heads * 5
+            for section in received.sections:
+                transfer = section.transfer
                 # The packed rows of every head fit.
-                assert max((f.k_rows for f in place.packing(transfer).families), default=0) <= transfer.rows
+                assert max((f.k_rows for f in section.packing().families), default=0) <= transfer.rows
                 key = transfer.source, transfer.branch
                 positions.setdefault(key, []).extend(transfer.positions)
                 rows[key] += transfer.rows
@@ -196,6 +195,6 @@ def test_thousands_of_ranks_in_seconds():
         shards = Shards.of([8192] * 4096, layout)
         start = time.perf_counter()
         schedule = make_schedule(pattern, shards, 8, is_causal=True)
-        total = sum(schedule.bytes(rank, head_dim=64, element_size=2) for rank in range(4096))
+        total = sum(schedule.received_rows(rank) for rank in range(4096))
         assert total > 0
         assert time.perf_counter() - start < 5

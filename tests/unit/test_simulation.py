@@ -7,9 +7,9 @@ import torch
 
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.distributed import Shards, simulate_ring
-from dilated_attention_pytorch.distributed.dilated_work import DilatedWork
-from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
-from dilated_attention_pytorch.distributed.simulate import Shelf
+from dilated_attention_pytorch.distributed.dilated_schedule import default_bucket_size, make_schedule
+from dilated_attention_pytorch.distributed.messages import Message
+from dilated_attention_pytorch.distributed.simulate import SimulatedWire
 
 CASES = [
     (Dilated([64, 512, 8192], [1, 4, 16]), Shards.even(1023, 5, "zigzag"), True),
@@ -26,17 +26,17 @@ def test_simulation(case, bucket_size):
     out, lse, memory = simulate_ring(q, k, v, pattern, 5, is_causal=is_causal, layout=shards, bucket_size=bucket_size)
     expected = attention(q, k, v, pattern, is_causal=is_causal, return_lse=True)
     torch.testing.assert_close((out, lse), expected, rtol=1e-10, atol=1e-10)
-    for told in memory:
-        rows = shards.rows(told.rank)
-        route = make_route(pattern, shards, told.rank, 2, 2, is_causal=is_causal, bucket_size=1)
-        assert told.rows == rows
-        assert told.query == 2 * rows * 4 * 8 * 8
-        assert told.key_value == 2 * 2 * rows * 2 * 8 * 8
+    schedule = make_schedule(pattern, shards, 2, is_causal=is_causal)
+    for used in memory:
+        rows = shards.rows(used.rank)
+        assert used.rows == rows
+        assert used.query == 2 * rows * 4 * 8 * 8
+        assert used.key_value == 2 * 2 * rows * 2 * 8 * 8
         bucket = 2 * 2 * (bucket_size or default_bucket_size(shards)) * 2 * 8 * 8
-        assert told.buffers <= 4 * bucket
-        assert bucket_size is None or rows < 17 or told.buffers == 4 * bucket
-        assert told.partials >= 2 * rows * 4 * 9 * 8  # output and lse
-        assert told.received == route.places[0].schedule.bytes(told.rank, head_dim=8, element_size=8, batch=2)
+        assert used.buffers <= 4 * bucket
+        assert bucket_size is None or rows < 17 or used.buffers == 4 * bucket
+        assert used.partials >= 2 * rows * 4 * 9 * 8  # output and lse
+        assert used.received == schedule.received_rows(used.rank) * 2 * 2 * 2 * 8 * 8
 
 
 def test_memory_per_rank_shrinks_with_the_ranks():
@@ -47,25 +47,25 @@ def test_memory_per_rank_shrinks_with_the_ranks():
         shard = 32768 // world * 4 * 16 * 4
         bucket = 2 * max(512, 32768 // world // 16) * 4 * 16 * 4 if world > 1 else 0
         part = 2**18 * 4  # the least that a kernel call may return
-        for told in memory:
-            total = told.query + told.key_value + told.buffers + told.partials
+        for used in memory:
+            total = used.query + used.key_value + used.buffers + used.partials
             assert total <= 1.1 * (4 * shard + 2 * bucket) + part
 
 
 def test_the_next_message_is_under_way_while_one_is_computed_with(monkeypatch):
     events = []
-    start, received = Shelf.start, DilatedWork.received
+    start, steps = SimulatedWire.start, Message.steps
 
     def started(self, sends, receives, after):
         events.append(("start", sends[0].message.tick))
         return start(self, sends, receives, after)
 
-    def computed(self, message, *args):
-        events.append(("compute", message.tick))
-        return received(self, message, *args)
+    def computed(self, *args):
+        events.append(("compute", self.tick))
+        return steps(self, *args)
 
-    monkeypatch.setattr(Shelf, "start", started)
-    monkeypatch.setattr(DilatedWork, "received", computed)
+    monkeypatch.setattr(SimulatedWire, "start", started)
+    monkeypatch.setattr(Message, "steps", computed)
     x = torch.randn(1, 96, 2, 8)
     simulate_ring(x, x, x, Dilated([96], [1]), 3, bucket_size=8)  # 2 rounds of 4 messages
     of_a_rank = [("start", 0), *(step for tick in range(7) for step in (("start", tick + 1), ("compute", tick)))]

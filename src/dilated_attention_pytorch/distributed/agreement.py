@@ -1,39 +1,48 @@
 """What all ranks must have in common, compared before anything else is sent.
 
-Every call sends one small tensor: the number of this rank's rows, a seed and a hash of everything else. Nobody can leave it
-out because his own arguments did not change: those of another may have. Only if hashes differ, or a rank refuses its
-arguments, are the facts themselves exchanged, and every rank raises.
+Every call sends one small tensor: the number of this rank's rows, a seed and a hash of all other arguments. No rank can
+skip it because its own arguments did not change: those of another rank may have. Only if hashes differ, or a rank refuses
+its arguments, do the ranks exchange the arguments themselves, and every rank raises.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
-from dilated_attention_pytorch.distributed.transport import backend_for, failure, resolve_group
+import dilated_attention_pytorch
+from dilated_attention_pytorch.call import Call, Sharding
+from dilated_attention_pytorch.distributed.groups import backend_for, failure, resolve_group
+from dilated_attention_pytorch.orders.order import Identity, Order
+from dilated_attention_pytorch.patterns.blocks import BlockSparse
+from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.shards import Shards
+from dilated_attention_pytorch.values import Inputs
 
-# Hashes that the ranks of a group have agreed on; they are asked only where all lengths are known beforehand.
+# Hashes that the ranks of a group have agreed on; read only where all ranks know the rows of all.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
-# How often the ranks of a group have compared: the same number on all.
+# The number of comparisons among the ranks of a group, which is the same on all of them.
 _comparisons: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-_SETTLE_S = 2.0  # time for the others to notice that a comparison has failed
+_SETTLE_S = 2.0  # time for the other ranks to notice that a comparison has failed
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What the ranks of a call have in common; a kind of call has a class of its own."""
+    """The arguments that all ranks of a call have in common."""
 
-    call: ClassVar[str]
+    function: str
+    values: tuple[tuple[str, Any], ...]  # by name
 
     @property
     def hash(self) -> int:
@@ -41,101 +50,104 @@ class Arguments:
         return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
 
 
-@dataclass(frozen=True, slots=True)
-class Facts(Arguments):
-    """Those of ``attention``: they decide, with the rows of every rank, what travels and what is computed."""
-
-    call = "attention"
-    version: str
-    device: str
-    dtype: str
-    batch: int
-    heads: int
-    key_heads: int
-    head_dim: int
-    requires_grad: bool
-    pattern: str
-    is_causal: bool
-    scale: float
-    dropout_p: float
-    seed: int | None
-    lengths: tuple[int, ...] | None
-    cu_seqlens: tuple[int, ...] | None
-    order: str | None  # its fingerprint
-    mixing_gradient: str
-    backend: str
-    return_lse: bool
-    layout: Any
-    bucket_size: int | None
-    transport: str
-    comm_dtype: str
+def arguments_of(call: Call, inputs: Inputs) -> Arguments:
+    """The arguments of ``attention``. With the rows of every rank, they decide what travels and what is computed."""
+    values: dict[str, Any] = {"version": dilated_attention_pytorch.__version__}
+    values |= {field.name: comparable(getattr(call, field.name)) for field in fields(call) if field.name != "sharding"}
+    values |= {field.name: comparable(getattr(call.sharding, field.name)) for field in fields(Sharding)}
+    for name in ("queries", "keys", "in_order", "group"):  # rows differ, and sharded rows are always in order
+        del values[name]
+    values["dropout_p"] = float(call.dropout_p)
+    values["seed"] = None if call.seed is None or call.dropout_p == 0.0 else int(call.seed)
+    values["requires_grad"] = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return Arguments("attention", tuple(values.items()))
 
 
-@dataclass(frozen=True, slots=True)
-class Layout(Arguments):
-    """Of a call that begins with asking for the rows of all."""
+def comparable(value: Any) -> Any:
+    """The same for equal values in every process."""
+    if isinstance(value, BlockSparse):
+        return value.digest
+    if isinstance(value, Dilated):
+        return value.spec
+    if isinstance(value, Order):
+        # The identity by its name: it is computed without positions, and an order equal to it is not.
+        return repr(value) if isinstance(value, Identity) else value.fingerprint
+    if isinstance(value, Tensor):
+        return tuple(value.tolist())
+    if isinstance(value, torch.device):
+        return value.type
+    return str(value) if isinstance(value, torch.dtype) else value
 
-    call = "a pattern by rank"
-    layout: str
 
-
-def agree(group: dist.ProcessGroup, facts: Arguments, rows: int, seed: int) -> tuple[list[int], int]:
-    """The rows of every rank, and the seed of the first; the same ValueError on every rank if facts differ."""
-    everyone = _gather(group, [rows, seed, facts.hash])
+def agree(group: dist.ProcessGroup, arguments: Arguments, rows: int, seed: int = 0) -> tuple[list[int], int]:
+    """The rows of every rank, and the seed of the first; the same ValueError on every rank if arguments differ."""
+    everyone = _gather(group, [rows, seed, arguments.hash])
     if any(other[2] != everyone[0][2] or other[0] < 0 for other in everyone):
-        _raise(_gather_objects(group, facts))
+        _raise(_gather_objects(group, arguments))
     return [other[0] for other in everyone], everyone[0][1]
 
 
-def agree_once(group: dist.ProcessGroup, facts: Arguments, rows: int) -> None:
+def agree_once(group: dist.ProcessGroup, arguments: Arguments, rows: int) -> None:
     """The same for ranks that know the rows of all: nothing is sent if they have agreed before."""
     known = _agreed.setdefault(group, set())
-    if facts.hash not in known:
-        agree(group, facts, rows, 0)
-        known.add(facts.hash)
+    if arguments.hash not in known:
+        agree(group, arguments, rows)
+        known.add(arguments.hash)
 
 
-def shards_of_call(group: dist.ProcessGroup | DeviceMesh, rows: int, layout: str | Shards) -> Shards:
-    """The shards of all ranks, each of which says how many rows it has."""
-    if isinstance(layout, Shards):
-        return layout
-    group = resolve_group(group)
-    every = [rows] if dist.get_world_size(group) == 1 else agree(group, Layout(layout), rows, 0)[0]
-    return Shards.of(every, layout)
+def shards_of_call(sharding: Sharding, rows: int) -> Shards:
+    """The shards of all ranks, which exchange their numbers of rows if the layout does not give them."""
+    if isinstance(sharding.layout, Shards):
+        return sharding.layout
+    group = resolve_group(sharding.group)
+    arguments = Arguments("a pattern by rank", (("layout", sharding.layout),))
+    every = [rows] if dist.get_world_size(group) == 1 else agree(group, arguments, rows)[0]
+    return Shards.of(every, sharding.layout)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is not traced
-def refuse(group: dist.ProcessGroup | DeviceMesh, layout: str | Shards, mistake: Exception) -> None:
-    """Tell the others that this rank is about to raise, so that they do not wait for it.
+def refuse(sharding: Sharding, mistake: Exception) -> None:
+    """Report to the other ranks that this rank is about to raise, so that they do not wait for it.
 
-    Not where all lengths are known beforehand: the others may not be listening.
+    Not if the layout gives all lengths: the other ranks may not compare their arguments then.
     """
-    group = resolve_group(group)
-    if dist.get_world_size(group) > 1 and not isinstance(layout, Shards):
+    group = resolve_group(sharding.group)
+    if dist.get_world_size(group) > 1 and not isinstance(sharding.layout, Shards):
         _gather(group, [-1, 0, 0])
         _gather_objects(group, str(mistake))
 
 
+@contextlib.contextmanager
+def reporting(sharding: Sharding) -> Iterator[None]:
+    """Report a mistake of this rank to the other ranks, which raise as well. Without a group there are none."""
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError) as mistake:
+        if sharding.group is not None:
+            refuse(sharding, mistake)
+        raise
+
+
 def _gather(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
-    # NCCL alone has no CPU tensors.
+    # NCCL has no CPU tensors.
     device = "cpu" if backend_for("cpu", group) else dist.get_backend_config(group).split(":")[0]
-    mine = torch.tensor(numbers, device=device)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    own = torch.tensor(numbers, device=device)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     _comparisons[group] = _comparisons.get(group, 0) + 1
     try:
-        dist.all_gather(parts, mine, group=group)
+        dist.all_gather(every, own, group=group)
     except RuntimeError as error:
         what = f"rank {dist.get_rank(group)} could not compare its arguments with the others"
         absent = _absent(group)
         raise failure(f"{what}; {_named(absent)} did not come" if absent else what, error) from error
-    return torch.stack(parts).tolist()
+    return torch.stack(every).tolist()
 
 
 def _absent(group: dist.ProcessGroup) -> list[int]:
-    """Who did not come to a comparison that failed, as far as can be known: a collective does not say whom it waited for.
+    """The ranks that did not come to a failed comparison, as far as known: a collective does not name them.
 
-    Ranks that fail say so in the group's store. By a thread that is not waited for: the process that holds the store may be
-    the one that is gone or stalled.
+    Ranks that fail write so into the store of the group. A thread looks there, and is not waited for: the process that
+    holds the store may have died or stalled.
     """
     absent: list[int] = []
     thread = Thread(target=_look_for_others, args=(group, absent), daemon=True)
@@ -155,13 +167,13 @@ def _look_for_others(group: dist.ProcessGroup, absent: list[int]) -> None:
             absent[:] = [rank for rank, name in enumerate(names) if not store.check([name])]
             if not absent:
                 return
-    except RuntimeError:  # the store went with its process: what is known stays
+    except RuntimeError:  # the process with the store is gone: what is known so far stays
         return
 
 
-def _gather_objects(group: dist.ProcessGroup, mine: Arguments | str) -> list[Arguments | str]:
+def _gather_objects(group: dist.ProcessGroup, own: Arguments | str) -> list[Arguments | str]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    dist.all_gather_object(everyone, own, group=group)
     return everyone
 
 
@@ -171,18 +183,17 @@ def _raise(everyone: list[Arguments | str]) -> None:
 
 
 def differences(everyone: list[Arguments]) -> str:
-    """What differs, field by field, and on which ranks."""
-    kinds = _by_value([facts.call for facts in everyone])
-    if len(kinds) > 1:
-        return f"all ranks must make the same call, got {_listed(kinds)}"
-    lines = []
-    for field in fields(everyone[0]):
-        values = _by_value([_short(repr(getattr(facts, field.name))) for facts in everyone])
+    """What differs, argument by argument, and on which ranks."""
+    functions = _by_value([arguments.function for arguments in everyone])
+    if len(functions) > 1:
+        return f"all ranks must make the same call, got {_listed(functions)}"
+    by_name = [dict(arguments.values) for arguments in everyone]
+    lines = ["all ranks must call with the same arguments, apart from the rows of their tensors; these differ:"]
+    for name in by_name[0]:
+        values = _by_value([_short(repr(own.get(name))) for own in by_name])
         if len(values) > 1:
-            lines.append(f"  {field.name}: {_listed(values)}")
-    return "all ranks must call with the same arguments, apart from the rows of their tensors; these differ:\n" + "\n".join(
-        lines
-    )
+            lines.append(f"  {name}: {_listed(values)}")
+    return "\n".join(lines)
 
 
 def _by_value(values: list[str]) -> dict[str, list[int]]:
@@ -193,8 +204,8 @@ def _by_value(values: list[str]) -> dict[str, list[int]]:
     return ranks
 
 
-def _listed(ranks: dict[str, list[int]]) -> str:
-    return ", ".join(f"{value} on {_named(some)}" for value, some in ranks.items())
+def _listed(ranks_by_value: dict[str, list[int]]) -> str:
+    return ", ".join(f"{value} on {_named(ranks)}" for value, ranks in ranks_by_value.items())
 
 
 def _short(text: str) -> str:

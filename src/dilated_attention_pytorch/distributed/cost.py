@@ -1,18 +1,23 @@
-"""Which transport ``"auto"`` takes: a small model of bytes, messages and memory. Plain numbers, without torch."""
+"""The transport that ``"auto"`` takes: a small model of bytes, messages and memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-TRANSPORTS = ("auto", "ring", "allgather", "ulysses")
-LATENCY_S = 50e-6  # of a message that is waited for, with what it costs to post it and to compute with it
+from dilated_attention_pytorch.call import Call
+from dilated_attention_pytorch.distributed import heads
+from dilated_attention_pytorch.distributed.messages import RankPlan
+from dilated_attention_pytorch.shards import Shards
+
+LATENCY_S = 50e-6  # of a message that a rank waits for, with what it costs to post it and to compute with it
 BYTES_PER_S = 10e9
 MEMORY_SHARE = 1 / 8  # of a rank's own queries, keys, values and output that messages may take
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A call's traffic on the rank that has most of it, the same numbers on every rank.
+    """What a forward sends, on the rank that receives most. The numbers are the same on every rank.
 
     ``ulysses_bytes`` is None where heads cannot be exchanged.
     """
@@ -23,16 +28,32 @@ class Costs:
     ulysses_bytes: int | None
 
 
+def costs_of(call: Call, plan: RankPlan, shards: Shards) -> Costs:
+    """The costs of a call whose pattern does not depend on content; ``plan`` is that of any rank."""
+    element_size = call.dtype.itemsize
+    return Costs(
+        bytes=_most_bytes(plan, shards.world_size, call.head_dim, element_size),
+        messages=len(plan.ticks),
+        shard_bytes=2 * shards.longest * (call.heads + call.key_heads) * call.batch * call.head_dim * element_size,
+        ulysses_bytes=None if heads.why_not(call, shards) else heads.received_bytes(call, shards),
+    )
+
+
+@lru_cache(maxsize=64)
+def _most_bytes(plan: RankPlan, world: int, head_dim: int, element_size: int) -> int:
+    return max(sum(x.bytes(rank, head_dim, element_size) for x in plan.sequences) for rank in range(world))
+
+
 def choose_transport(costs: Costs) -> str:
     """The transport of least time, ``messages waited for one by one * 50 us + bytes / (10 GB/s)``.
 
-    * ring: waits for every message; memory for two each way.
-    * allgather: waits once; memory for all messages, sent and received, which grows with the ranks, so that it is taken
-      only where they stay below an eighth of the rank's own tensors.
-    * ulysses: waits twice; memory for one more shard, however many ranks there are.
+    * ring: a rank waits for every message, and has memory for two in each direction.
+    * allgather: a rank waits once, and has memory for all messages, sent and received. This memory grows with the ranks, so
+      the transport is taken only if it stays below an eighth of the rank's own tensors.
+    * ulysses: a rank waits twice, and has memory for one more shard, for any number of ranks.
 
-    Sparse branches bring 1 MiB in 7 messages to a rank with tensors of 32 MiB; a dense segment brings 56 MiB in 112, or
-    28 MiB if heads are exchanged instead; with as many query as key heads on two ranks that saves nothing:
+    Sparse branches bring 1 MiB in 7 messages to a rank with tensors of 32 MiB. A dense segment brings 56 MiB in 112
+    messages, or 28 MiB if heads are exchanged. With as many query as key heads on two ranks, that saves nothing:
 
     >>> choose_transport(Costs(bytes=2**20, messages=7, shard_bytes=32 * 2**20, ulysses_bytes=None))
     'allgather'

@@ -1,40 +1,46 @@
-"""Heads exchanged instead of rows ("Ulysses"): every rank attends over the whole sequence, for its share of the heads.
+"""Exchange of heads instead of rows ("Ulysses"): every rank attends over the whole sequence, for its share of the heads.
 
-For one dense segment only, where every row is read: a rank receives its heads of all rows once, instead of all heads of all
-other rows, and gives the rows of its result back.
+This serves one dense segment, where every row is read. A rank receives its heads of all rows once, instead of all heads of
+all other rows, and returns the rows of its result.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.distributed.route import Message
-from dilated_attention_pytorch.distributed.transport import Parcel, Wire
+from dilated_attention_pytorch import backends, operators
+from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.call import Call
+from dilated_attention_pytorch.distributed.messages import Message
+from dilated_attention_pytorch.distributed.plans import sharding_of
+from dilated_attention_pytorch.distributed.wire import Parcel, Wire
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.shards import Shards
+from dilated_attention_pytorch.values import Inputs
 
 
-def why_not(
-    pattern: Dilated, length: int, key_heads: int, world: int, dropout_p: float, bucket_size: int | None, comm_dtype: Any
-) -> list[str]:
+def why_not(call: Call, shards: Shards) -> list[str]:
     """The reasons why heads cannot be exchanged."""
-    reasons = []
-    if len(pattern.branches) > 1 or pattern.segment_lengths[0] < length or pattern.dilation_rates[0] > 1:
+    reasons, pattern, sharding = [], call.pattern, sharding_of(call)
+    length, world = shards.length, shards.world_size
+    branches = pattern.branches if isinstance(pattern, Dilated) else ()
+    if len(branches) != 1 or branches[0][0] < length or branches[0][1] > 1:
         reasons.append(f"the pattern must be one dense segment, Dilated([{length}], [1]) or longer, got {pattern}")
-    if key_heads < world:
-        reasons.append(f"every rank needs a key head, got {key_heads} key heads for {world} ranks")
-    if dropout_p > 0.0:
-        reasons.append(f"dropout counts heads of the whole call (dropout_p = {dropout_p})")
-    if bucket_size is not None or comm_dtype is not None:
+    if call.key_heads < world:
+        reasons.append(f"every rank needs a key head, got {call.key_heads} key heads for {world} ranks")
+    if call.dropout_p > 0.0:
+        reasons.append(f"dropout counts heads of the whole call (dropout_p = {call.dropout_p})")
+    if sharding.bucket_size is not None or sharding.comm_dtype is not None:
         reasons.append("bucket_size and comm_dtype are for transports that send rows")
     return reasons
 
 
 def heads_of(rank: int, key_heads: int, world: int) -> range:
-    """The key heads of a rank; numbers differ by at most one.
+    """The key heads of a rank; their numbers differ by at most one.
 
     >>> [heads_of(rank, 5, 3) for rank in range(3)]
     [range(0, 2), range(2, 4), range(4, 5)]
@@ -44,12 +50,12 @@ def heads_of(rank: int, key_heads: int, world: int) -> range:
     return range(start, start + each + (rank < more))
 
 
-def received_bytes(shards: Shards, batch: int, heads: int, key_heads: int, head_dim: int, element_size: int) -> int:
-    """What a rank with the longest shard and the most heads receives in a forward: q, k and v, later rows of the output."""
-    rows, mine = max(map(shards.rows, range(shards.world_size))), -(-key_heads // shards.world_size)
-    there = (shards.length - rows) * mine * (heads // key_heads + 2)
-    back = rows * (key_heads - mine) * (heads // key_heads)
-    return batch * (there + back) * head_dim * element_size
+def received_bytes(call: Call, shards: Shards) -> int:
+    """The bytes that a rank with the longest shard and the most heads receives in a forward: inputs, then output."""
+    rows, own, per_key = shards.longest, -(-call.key_heads // shards.world_size), call.heads // call.key_heads
+    inputs = (shards.length - rows) * own * (per_key + 2)
+    output = rows * (call.key_heads - own) * per_key
+    return call.batch * (inputs + output) * call.head_dim * call.dtype.itemsize
 
 
 class _Swap(torch.autograd.Function):
@@ -71,65 +77,64 @@ class _Swap(torch.autograd.Function):
 
 def _swap(wire: Wire, shards: Shards, key_heads: int, to_heads: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     world, rank = shards.world_size, wire.rank
-    # Query heads go with their key head; a tensor of own heads has as many of them as this rank has.
-    own = len(heads_of(rank, key_heads, world)) if not to_heads else key_heads
-    groups = [x.shape[2] // own for x in tensors]
-    heads = [
-        [slice(h.start * g, h.stop * g) for h in (heads_of(p, key_heads, world) for p in range(world))] for g in groups
-    ]
-    results = tuple(
-        x.new_empty((x.shape[0], shards.length, heads[a][rank].stop - heads[a][rank].start, *x.shape[3:]))
-        if to_heads
-        else x.new_empty((x.shape[0], shards.rows(rank), key_heads * groups[a], *x.shape[3:]))
-        for a, x in enumerate(tensors)
-    )  # fmt: skip
-
-    def rows(x: Tensor, p: int) -> Tensor:
-        """Rank p's rows of a whole sequence, in its order."""
-        return torch.cat([x[:, chunk.start : chunk.stop] for chunk in shards.chunks[p]], 1)
-
-    def put_rows(x: Tensor, p: int, some: Tensor) -> None:
-        start = 0
-        for chunk in shards.chunks[p]:
-            x[:, chunk.start : chunk.stop] = some[:, start : start + len(chunk)]
-            start += len(chunk)
-
-    sends, receives, arrivals = [], [], []
-    for p in range(world):
-        for a, x in enumerate(tensors):
-            part = x[:, :, heads[a][p]] if to_heads else rows(x, p)
+    shares = [heads_of(p, key_heads, world) for p in range(world)]
+    results, arrivals, sends, receives = [], [], [], []
+    for x in tensors:
+        per_key = x.shape[2] // (key_heads if to_heads else len(shares[rank]))
+        # The heads of each rank in a tensor of all heads: query heads go with their key head.
+        heads = [slice(share.start * per_key, share.stop * per_key) for share in shares]
+        shape = (shards.length, len(shares[rank])) if to_heads else (shards.rows(rank), key_heads)
+        result = x.new_empty((x.shape[0], shape[0], shape[1] * per_key, *x.shape[3:]))
+        results.append(result)
+        for p in range(world):
+            sent = x[:, :, heads[p]] if to_heads else _rows(x, shards, p)
             if p == rank:
-                arrivals.append((a, p, part))
+                arrivals.append((result, p, heads, sent))
                 continue
-            length = shards.rows(p if to_heads else rank)
-            count = heads[a][rank if to_heads else p]
-            arrival = x.new_empty((x.shape[0], length, count.stop - count.start, *x.shape[3:]))
-            arrivals.append((a, p, arrival))
-            sends.append(Parcel(Message(rank, p, 0, "exchange of heads", ()), "heads", p, part.contiguous()))
-            receives.append(Parcel(Message(p, rank, 0, "exchange of heads", ()), "heads", p, arrival))
+            rows, share = (shards.rows(p), shares[rank]) if to_heads else (shards.rows(rank), shares[p])
+            arrival = x.new_empty((x.shape[0], rows, len(share) * per_key, *x.shape[3:]))
+            arrivals.append((result, p, heads, arrival))
+            sends.append(Parcel(Message(rank, p, 0, "exchange of heads"), "heads", p, sent.contiguous()))
+            receives.append(Parcel(Message(p, rank, 0, "exchange of heads"), "heads", p, arrival))
     wire.start(sends, receives, wire.now())()
-    for a, p, part in arrivals:
+    for result, p, heads, arrival in arrivals:
         if to_heads:
-            put_rows(results[a], p, part)
+            _put_rows_(result, shards, p, arrival)
         else:
-            results[a][:, :, heads[a][p]] = part
-    return results
+            result[:, :, heads[p]] = arrival
+    return tuple(results)
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, wire: Wire, shards: Shards, *, return_lse: bool, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """``(out, lse (B, H, n))`` of this rank's rows; ``options`` are those of ``attention`` on one device."""
-    from dilated_attention_pytorch.api import attention  # which imports this package when it is given a group
+def _rows(x: Tensor, shards: Shards, rank: int) -> Tensor:
+    """The rows of a rank in a tensor of the whole sequence, in the rank's order."""
+    return torch.cat([x[:, chunk.start : chunk.stop] for chunk in shards.chunks[rank]], 1)
+
+
+def _put_rows_(x: Tensor, shards: Shards, rank: int, rows: Tensor) -> None:
+    sizes = [len(chunk) for chunk in shards.chunks[rank]]
+    for chunk, own in zip(shards.chunks[rank], torch.split(rows, sizes, 1), strict=True):
+        x[:, chunk.start : chunk.stop] = own
+
+
+def attend(call: Call, inputs: Inputs, shards: Shards, wire: Wire) -> tuple[Tensor, Tensor | None]:
+    """``(out, lse (B, H, n))`` of this rank's rows; lse only if the call returns it."""
 
     def swap(to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        swapped: tuple[Tensor, ...] = _Swap.apply(wire, shards, key.shape[2], to_heads, *tensors)  # type: ignore[no-untyped-call]
+        swapped: tuple[Tensor, ...] = _Swap.apply(wire, shards, call.key_heads, to_heads, *tensors)  # type: ignore[no-untyped-call]
         return swapped
 
-    dense = Dilated([max(1, shards.length)], [1])
-    q, k, v = swap(True, query, key, value)
-    if not return_lse:
-        return swap(False, attention(q, k, v, dense, **options))[0], None
-    out, lse = attention(q, k, v, dense, return_lse=True, **options)
+    own = Inputs(*swap(True, *inputs))
+    one_device = replace(
+        call,
+        pattern=Dilated([max(1, shards.length)], [1]),
+        queries=shards.length,
+        keys=shards.length,
+        heads=own.query.shape[2],
+        key_heads=own.key.shape[2],
+        sharding=None,
+    )
+    out, lse = operators.run(one_device, own, backends.choose(call.backend, Request.of(one_device)))
+    if not call.return_lse:
+        return swap(False, out)[0], None
     out, lse_bnh1 = swap(False, out, lse.transpose(1, 2).unsqueeze(-1))
     return out, lse_bnh1.squeeze(-1).transpose(1, 2).contiguous()

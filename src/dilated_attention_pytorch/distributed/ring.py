@@ -1,269 +1,163 @@
-"""``attention`` over a sharded sequence: check, agree with the other ranks, choose a transport, execute."""
+"""``attention`` over a sharded sequence: check the call, agree with the other ranks, choose a transport, execute."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-import dilated_attention_pytorch
+from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.blocks.call import causal_by_position, prepare_blocks
-from dilated_attention_pytorch.checks import DTYPES, check_no_forward_derivative, check_order, prepare, rows_in_order
-from dilated_attention_pytorch.distributed import heads as ulysses
-from dilated_attention_pytorch.distributed import local
-from dilated_attention_pytorch.distributed.agreement import Facts, agree, agree_once, refuse
-from dilated_attention_pytorch.distributed.block_ring import block_work, check_block_sharding
-from dilated_attention_pytorch.distributed.cost import TRANSPORTS, Costs, choose_transport
-from dilated_attention_pytorch.distributed.dilated_work import DilatedWork
-from dilated_attention_pytorch.distributed.executor import Job, RingAttention
-from dilated_attention_pytorch.distributed.route import default_bucket_size, make_route
-from dilated_attention_pytorch.distributed.transport import Wire, resolve_group
-from dilated_attention_pytorch.execute.merge import accumulate_dtype
-from dilated_attention_pytorch.ops import rows_contiguous, tile_kernel
-from dilated_attention_pytorch.orders.order import Identity, Order
+from dilated_attention_pytorch.call import AttentionOptions, Call, Sharding, check_no_forward_derivative, make_call
+from dilated_attention_pytorch.distributed import heads
+from dilated_attention_pytorch.distributed.adaptive import adaptive_sequences
+from dilated_attention_pytorch.distributed.agreement import agree, agree_once, arguments_of, reporting
+from dilated_attention_pytorch.distributed.block_plan import block_plan
+from dilated_attention_pytorch.distributed.cost import choose_transport, costs_of
+from dilated_attention_pytorch.distributed.executor import RankCall, RingAttention
+from dilated_attention_pytorch.distributed.groups import resolve_group
+from dilated_attention_pytorch.distributed.messages import RankPlan
+from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, fused_backend, is_detached, stock_backend
+from dilated_attention_pytorch.distributed.plans import make_plan, sharding_of, whole_problem
+from dilated_attention_pytorch.distributed.wire import Wire
+from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.dropout import Dropout
-from dilated_attention_pytorch.plan.sequences import host_cu_seqlens, host_lengths
-from dilated_attention_pytorch.shards import Shards, check_layout
+from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.shards import Shards
+from dilated_attention_pytorch.values import Inputs, Options
 
 
-def check_sharding(layout: str | Shards, bucket_size: int | None, transport: str, comm_dtype: torch.dtype | None) -> None:
-    """Raise if an option that says how rows travel is not one ``attention`` takes."""
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the exchange is not traced
+def sharded_attention(
+    query: Tensor, key: Tensor, value: Tensor, pattern: Dilated | BlockSparse, **options: Unpack[AttentionOptions]
+) -> tuple[Tensor, Tensor | None]:
+    """``(out, lse)`` of this rank's rows, see ``attention``. Where heads are exchanged, lse is None unless asked for."""
+    given, layout = options.get("group"), options.get("layout")
+    sharding = given if isinstance(given, Sharding) else Sharding(given, "contiguous" if layout is None else layout)
+    group = resolve_group(sharding.group)
+    with reporting(sharding):
+        call, inputs = make_call(query, key, value, pattern, **options)
+        check_no_forward_derivative(inputs)
+        _check_rows(call, group)
+        request = Request.of(call)
+        kernel = backends.stock_kernel(stock_backend(call.backend, request), request)
+        fused = fused_backend(call, request)
+        wire = Wire(group, call.device)
+    inputs = inputs.rows_contiguous()
+    shards, seed = _agree(call, inputs, group)
+    # From here on, every rank takes the same decisions.
+    _check_order(call, shards)
+    problem = whole_problem(call, shards.length)
+    plan = _plan(call, problem, shards, inputs, wire)
+    transport = _transport(call, plan, shards)
+    if transport == "ulysses":
+        return heads.attend(call, inputs, shards, wire)
+    branches = [problem.of_branch(i) for i in range(len(problem.dilated.branches))] if is_detached(call) else []
+    rank_call = RankCall(
+        plan=plan,
+        branches=tuple(make_plan(call, branch, shards, wire.rank, call.device) for branch in branches),
+        wire=wire,
+        ahead=None if transport == "allgather" else 1,
+        kernel=kernel,
+        options=_options(call, seed),
+        comm_dtype=accumulate_dtype(call.dtype) if sharding.comm_dtype is None else sharding.comm_dtype,
+        fused=None if fused is None else FusedStep(OwnRows.of(problem, shards, wire.rank), fused),
+    )
+    out, lse = RingAttention.apply(*inputs, rank_call)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def _check_rows(call: Call, group: dist.ProcessGroup) -> None:
+    """Raise if this rank's tensors are not a shard."""
+    layout, rank, world, n = sharding_of(call).layout, dist.get_rank(group), dist.get_world_size(group), call.queries
+    if n != call.keys:
+        raise ValueError(f"a shard has as many queries as keys, got {n} and {call.keys}; decoding is for one device")
     if not isinstance(layout, Shards):
-        check_layout(layout)
-    if bucket_size is not None and (isinstance(bucket_size, bool) or not isinstance(bucket_size, int) or bucket_size < 1):
-        raise ValueError(f"bucket_size is a number of rows, at least 1, or None, got {bucket_size!r}")
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
-    if comm_dtype is not None and comm_dtype not in DTYPES:
-        raise TypeError(f"comm_dtype must be one of {', '.join(map(str, DTYPES))} or None, got {comm_dtype!r}")
+        return
+    if layout.world_size != world:
+        raise ValueError(f"layout has shards for {layout.world_size} ranks, the group has {world}")
+    own = layout.rows(rank)
+    if n != own:
+        whole = "; these look like whole sequences, not shards: use shard_sequence" if n == layout.length else ""
+        raise ValueError(f"layout gives rank {rank} a shard of {own} rows, its tensors have {n}{whole}")
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Dilated | BlockSparse, layout: str | Shards, rank: int, world: int
-) -> None:
-    """What a sharded call asks for beyond a call on one device."""
-    check_no_forward_derivative(query, key, value)
-    if isinstance(pattern, Dilated) and pattern.torchscale_padding:  # every tile of a row would count its zero keys
-        raise ValueError("a sharded sequence has no torchscale_padding; use a pattern without it, or one device")
-    n, m = query.shape[1], key.shape[1]
-    if n != m:
-        raise ValueError(f"a shard has as many queries as keys, got {n} and {m}; decoding is for one device")
+def _agree(call: Call, inputs: Inputs, group: dist.ProcessGroup) -> tuple[Shards, int]:
+    """The shards of all ranks and their common seed of dropout, after they have compared all other arguments."""
+    layout, rows, seed = sharding_of(call).layout, call.queries, 0
+    draws = call.dropout_p > 0.0 and call.seed is None
+    if draws:
+        seed = int(torch.randint(0, 2**62, (), dtype=torch.int64, device=call.device))
+    elif call.dropout_p > 0.0 and call.seed is not None:
+        seed = int(call.seed)
+    every = [rows]
+    if dist.get_world_size(group) > 1:
+        arguments = arguments_of(call, inputs)
+        if isinstance(layout, Shards) and not draws:
+            agree_once(group, arguments, rows)
+            return layout, seed
+        every, first = agree(group, arguments, rows, seed if draws else 0)
+        seed = first if draws else seed
     if isinstance(layout, Shards):
-        if layout.world_size != world:
-            raise ValueError(f"layout has shards for {layout.world_size} ranks, the group has {world}")
-        own = layout.rows(rank)
-        if n != own:
-            whole = "; these look like whole sequences, not shards: use shard_sequence" if n == layout.length else ""
-            raise ValueError(f"layout gives rank {rank} a shard of {own} rows, its tensors have {n}{whole}")
+        return layout, seed
+    _check_sharded(call, every)
+    return Shards.of(every, layout), seed
 
 
-def _check_sharded(rows: list[int], lengths: tuple[int, ...] | None, cu_seqlens: tuple[int, ...] | None) -> None:
+def _check_sharded(call: Call, rows: list[int]) -> None:
     """Raise if every rank seems to have passed the whole sequence."""
     n, world = rows[0], len(rows)
-    ends = {"lengths": max(lengths or (0,)), "cu_seqlens": cu_seqlens[-1] if cu_seqlens else 0}
-    for name, end in ends.items():
-        if world > 1 and set(rows) == {n} and (0 < end <= n if name == "lengths" else 0 < end == n):
+    longest = 0 if call.lengths is None or not call.batch else int(call.lengths.max())
+    end = 0 if call.cu_seqlens is None else int(call.cu_seqlens[-1])
+    for name, last, is_whole in (("lengths", longest, 0 < longest <= n), ("cu_seqlens", end, 0 < end == n)):
+        if world > 1 and set(rows) == {n} and is_whole:
             raise ValueError(
                 f"these look like whole sequences, not shards: each of {world} ranks has {n} rows, together {n * world}, "
-                f"but {name} ends at {end}; use shard_sequence. If the rest is padding, say which rows ranks hold: "
+                f"but {name} ends at {last}; use shard_sequence. If the rest is padding, say which rows ranks hold: "
                 f"layout=Shards.of([{n}] * {world}, ...)"
             )
 
 
-def _check_order_length(order: Order, shards: Shards) -> None:
+def _check_order(call: Call, shards: Shards) -> None:
     """Raise if the order is not over the rows of all ranks together."""
-    if len(order) != shards.length:
+    if call.order is not None and len(call.order) != shards.length:
         rows = [shards.rows(rank) for rank in range(shards.world_size)]
-        whole = "; these look like whole sequences, not shards" if set(rows) == {len(order)} else ""
+        whole = "; these look like whole sequences, not shards" if set(rows) == {len(call.order)} else ""
         raise ValueError(
-            f"the order is over {len(order)} positions, the {len(rows)} rank(s) have {shards.length} rows together{whole}; "
-            "use shard_sequence(x, group, order=order)"
+            f"the order is over {len(call.order)} positions, the {len(rows)} rank(s) have {shards.length} rows "
+            f"together{whole}; use shard_sequence(x, group, order=order)"
         )
 
 
-def _shards(group: dist.ProcessGroup, facts: Facts, rows: int, drawn: int | None) -> tuple[Shards, int | None]:
-    """The shards of all ranks and their common seed, after they have compared everything else."""
-    known = facts.layout if isinstance(facts.layout, Shards) else None
-    seed = facts.seed if drawn is None else drawn
-    if dist.get_world_size(group) == 1:
-        return known or Shards.of([rows], facts.layout), seed
-    if known is not None and drawn is None:
-        agree_once(group, facts, rows)
-        return known, seed
-    every, first = agree(group, facts, rows, drawn or 0)
-    if known is None:
-        _check_sharded(every, facts.lengths, facts.cu_seqlens)
-    return known or Shards.of(every, facts.layout), seed if drawn is None else first
+def _is_adaptive(call: Call) -> bool:
+    return isinstance(call.pattern, BlockSparse) and call.pattern.is_adaptive
 
 
-@lru_cache(maxsize=64)
-def traffic(
-    pattern: Dilated, shards: Shards, batch: int, heads: int, head_dim: int, element_size: int,
-    lengths: tuple[int, ...] | None, cu_seqlens: tuple[int, ...] | None, is_causal: bool, key_heads: int,
-    bucket_size: int, exchange_heads: bool,
-) -> Costs:  # fmt: skip
-    """What a forward sends, on the rank that has most to do: the same answer on every rank."""
-    route = make_route(
-        pattern, shards, 0, batch, key_heads,
-        is_causal=is_causal, lengths=lengths, cu_seqlens=cu_seqlens, bucket_size=bucket_size,
-    )  # fmt: skip
-    received = [
-        sum(p.schedule.bytes(rank, head_dim=head_dim, element_size=element_size, batch=p.batch) for p in route.places)
-        for rank in range(shards.world_size)
-    ]
-    longest = max(map(shards.rows, range(shards.world_size)))
-    size = batch * head_dim * element_size
-    return Costs(
-        bytes=max(received),
-        messages=len(route.ticks),
-        shard_bytes=2 * longest * (heads + key_heads) * size,
-        ulysses_bytes=ulysses.received_bytes(shards, batch, heads, key_heads, head_dim, element_size)
-        if exchange_heads
-        else None,
-    )
+def _plan(call: Call, problem: Problem, shards: Shards, inputs: Inputs, wire: Wire) -> RankPlan:
+    """The plan of this rank."""
+    if not _is_adaptive(call):
+        return make_plan(call, problem, shards, wire.rank, call.device)
+    sequences = adaptive_sequences(problem, shards, inputs, call.scale, wire)
+    return block_plan(sequences, problem, wire.rank, shards.world_size, call.device)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the exchange is not traced
-def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Dilated | BlockSparse,
-    *,
-    group: dist.ProcessGroup | DeviceMesh,
-    layout: str | Shards,
-    bucket_size: int | None,
-    transport: str,
-    comm_dtype: torch.dtype | None,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    mixing_gradient: str,
-    backend: str,
-    return_lse: bool,
-    order: Order | None,
-    ordered: bool | None,
-) -> tuple[Tensor, Tensor | None]:
-    """``(out, lse)`` of this rank's rows, lse only if asked for: see ``attention``."""
-    group = resolve_group(group)
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    try:
-        arguments: dict[str, Any] = {
-            "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "seed": seed, "lengths": lengths,
-            "cu_seqlens": cu_seqlens, "mixing_gradient": mixing_gradient,
-        }  # fmt: skip
-        if isinstance(pattern, BlockSparse):
-            check_block_sharding(bucket_size, transport)
-            query, key, value, used_scale = prepare_blocks(query, key, value, **arguments)
-        else:
-            query, key, value, used_scale = prepare(query, key, value, pattern, **arguments)
-        check_sharding(layout, bucket_size, transport, comm_dtype)
-        _check(query, key, value, pattern, layout, rank, world)
-        rows_in_order(order, ordered, sharded=True)
-        if order is not None:
-            check_order(order, query, key, lengths, cu_seqlens, sharded=True)
-        by_position = causal_by_position(pattern, order, is_causal)
-        request = Request.of(query, dropout_p, by_position)
-        kernel = tile_kernel(local.stock_backend(backend, request), query)
-        detached = mixing_gradient == "detached" and isinstance(pattern, Dilated) and len(pattern.branches) > 1
-        fused = local.fused_backend(backend, request, pattern, layout, detached=detached)
-        wire = Wire(group, query.device)
-    except (ValueError, TypeError, NotImplementedError) as mistake:
-        refuse(group, layout, mistake)
-        raise
-    query, key, value = map(rows_contiguous, (query, key, value))
-    (batch, n, heads, head_dim), key_heads = query.shape, key.shape[2]
-    given = None if seed is None or dropout_p == 0.0 else int(seed)
-    drawn = None
-    if dropout_p > 0.0 and given is None:
-        drawn = int(torch.randint(0, 2**62, (), dtype=torch.int64, device=query.device))
-    facts = Facts(
-        version=dilated_attention_pytorch.__version__,
-        device=query.device.type,
-        dtype=str(query.dtype),
-        batch=batch,
-        heads=heads,
-        key_heads=key_heads,
-        head_dim=head_dim,
-        requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)),
-        pattern=pattern.digest if isinstance(pattern, BlockSparse) else pattern.spec,
-        is_causal=is_causal,
-        scale=used_scale,
-        dropout_p=float(dropout_p),
-        seed=given,
-        lengths=None if lengths is None else tuple(lengths.tolist()),
-        cu_seqlens=None if cu_seqlens is None else tuple(cu_seqlens.tolist()),
-        # By its name, because the identity is computed without positions and an order that is equal to it is not.
-        order=None if order is None else repr(order) if isinstance(order, Identity) else order.fingerprint,
-        mixing_gradient=mixing_gradient,
-        backend=backend,
-        return_lse=return_lse,
-        layout=layout,
-        bucket_size=bucket_size,
-        transport=transport,
-        comm_dtype=str(comm_dtype),
-    )
-    shards, used_seed = _shards(group, facts, n, drawn)
-    # From here on every rank decides the same.
-    if order is not None:
-        _check_order_length(order, shards)
-    call: dict[str, Any] = {
-        # Under an order, rows of any place may be seen: all travel, and tiles are masked by position.
-        "is_causal": is_causal and not by_position,
-        "lengths": host_lengths(lengths, shards.length),
-        "cu_seqlens": host_cu_seqlens(cu_seqlens, shards.length),
-    }
-    positions = order.positions.expand(batch, -1) if by_position and order is not None else None
-    job = partial(
-        Job,
-        transport=wire,
-        scale=used_scale,
-        kernel=kernel,
-        comm_dtype=accumulate_dtype(query.dtype) if comm_dtype is None else comm_dtype,
-    )
-    dropout = Dropout(dropout_p, used_seed) if dropout_p > 0.0 else None
-    if isinstance(pattern, BlockSparse):
-        pattern.check_call(batch, shards.length, shards.length, heads, is_causal=is_causal, packed=cu_seqlens is not None)
-        blocks, ahead = block_work(query, key, pattern, shards, wire, used_scale, transport, **call)
-        blocks = replace(blocks, positions=positions, dropout=dropout)
-        out, lse = RingAttention.apply(query, key, value, job(blocks, (), ahead=ahead))  # type: ignore[no-untyped-call]
-        return out, lse
-    reasons = ulysses.why_not(pattern, shards.length, key_heads, world, dropout_p, bucket_size, comm_dtype)
-    rows_per_message = default_bucket_size(shards, query.device.type) if bucket_size is None else bucket_size
-    if transport == "auto" and world > 1:
-        costs = traffic(
-            pattern, shards, batch, heads, head_dim, query.element_size(),
-            key_heads=key_heads, bucket_size=rows_per_message, exchange_heads=not reasons, **call,
-        )  # fmt: skip
-        transport = choose_transport(costs)
-    if transport == "ulysses":
-        if reasons:
-            raise ValueError("heads cannot be exchanged (transport='ulysses'):\n" + "\n".join(f"  {x}" for x in reasons))
-        return ulysses.attend(
-            query, key, value, wire, shards, return_lse=return_lse, is_causal=is_causal, scale=used_scale, lengths=lengths,
-            cu_seqlens=cu_seqlens, backend=backend, order=order, ordered=order is not None,
-        )  # fmt: skip
-    route = partial(make_route, pattern, shards, rank, batch, key_heads, bucket_size=rows_per_message, **call)
-    branches = range(len(pattern.branches)) if detached else ()
-    own = None
-    if fused is not None:
-        problem = local.LocalProblem(
-            pattern, shards=shards, rank=rank, batch=batch, heads=heads, key_heads=key_heads, **call
-        )
-        own = problem, fused
-    work = DilatedWork(route(), own, dropout, positions)
-    alone = tuple(DilatedWork(route(branch=branch), None, dropout, positions) for branch in branches)
-    ahead = None if transport == "allgather" else 1
-    out, lse = RingAttention.apply(query, key, value, job(work, alone, ahead=ahead))  # type: ignore[no-untyped-call]
-    return out, lse
+def _transport(call: Call, plan: RankPlan, shards: Shards) -> str:
+    """How rows travel."""
+    transport = sharding_of(call).transport
+    if transport == "auto":  # for an adaptive pattern, no rank knows how much the others receive
+        return "ring" if _is_adaptive(call) else choose_transport(costs_of(call, plan, shards))
+    reasons = heads.why_not(call, shards) if transport == "ulysses" else []
+    if reasons:
+        raise ValueError("heads cannot be exchanged (transport='ulysses'):\n" + "\n".join(f"  {x}" for x in reasons))
+    return transport
+
+
+def _options(call: Call, seed: int) -> Options:
+    positions = None
+    if call.order is not None and call.masks_by_position:  # rows at any place may be visible: tiles are masked by position
+        positions = call.order.positions.expand(call.batch, -1)
+    return Options(call.scale, Dropout(call.dropout_p, seed) if call.dropout_p > 0.0 else None, positions)

@@ -126,6 +126,7 @@ def _attend_call_(call: TileCall, inputs: Inputs, sums: Sums, how: StockCalls) -
     q, k, v = call.queries(inputs.query), call.keys(inputs.key), call.keys(inputs.value)
     more = call.factors(q.device) | call.mask()
     partial, partial_lse = how.kernel.forward(q, k, v, call.causal, how.scale, **more)
+    del q, k, v, more  # gathered rows are not needed while results are merged
     call.merge_(*sums, partial, partial_lse)
 
 

@@ -1,8 +1,8 @@
 """Block patterns by distance between ranks: dense inside a rank, sparser inside a node, sparsest between nodes.
 
-A tier of a query block is the key blocks of its own rank, of the other ranks of its node, or of other nodes. Every rule
-says how many blocks of each tier a query block reads; they are the nearest, the earlier one of two at the same distance.
-A block belongs to the rank that holds its first position.
+The key blocks that a query block sees form three tiers: those of its own rank, of the other ranks of its node, and of other
+nodes. A rule gives the number of blocks that a query block reads of each tier. It reads the nearest ones, and of two at the
+same distance the earlier one. A block belongs to the rank that holds its first position.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
@@ -29,30 +29,30 @@ _BYTES = ("node_bytes", "inter_node_bytes")
 class DistributedSparseConfig:
     """Which key blocks a query block reads, by where they are: in its own rank, in its node, in other nodes.
 
-    A query block that sees ``v`` blocks, of which ``v_t`` are in a tier, wants ``ceil(density_t * v_t)`` of each tier, its
-    own block first and then the nearest. ``sparsity_ratio`` is the most that it gets of all tiers together,
-    ``max(1, ceil(sparsity_ratio * v))``: where it wants more, every tier gets its share of that, rounded down, and the
-    nearer tiers what is left. (In ``"adaptive_load_balanced"``, that is the most of all query blocks together.)
+    A query block that sees ``v`` blocks, of which ``v_t`` are in a tier, wants ``ceil(density_t * v_t)`` blocks of the
+    tier: its own block first, then the nearest. It gets at most ``max(1, ceil(sparsity_ratio * v))`` blocks of all tiers.
+    If it wants more, every tier gets its share of that number, rounded down, and the nearer tiers get the remainder. In
+    ``"adaptive_load_balanced"``, the limit holds for all query blocks together.
 
-    * ``"hierarchical"``: just that.
-    * ``"node_local"``: nothing of other nodes.
-    * ``"bandwidth_aware"``: of its node and of other nodes, a rank fetches the blocks nearest to its own, as many as
-      ``node_bytes`` and ``inter_node_bytes`` pay for, and its query blocks want all of them.
-    * ``"adaptive_load_balanced"``: all ranks compute the same number of blocks, as nearly as they see so many (under a
-      causal mask, early ones may not): the sum of all budgets is shared evenly over ranks, and evenly over the query blocks
-      of each; a query block shares its part over the tiers as it wants them.
+    * ``"hierarchical"``: this rule.
+    * ``"node_local"``: this rule, with nothing from other nodes.
+    * ``"bandwidth_aware"``: a rank fetches the blocks of its node and of other nodes that are nearest to its own blocks, as
+      many as ``node_bytes`` and ``inter_node_bytes`` allow. Its query blocks want all of them.
+    * ``"adaptive_load_balanced"``: all ranks compute the same number of blocks, as far as they see so many (early ranks may
+      not, under a causal mask). The sum of all limits is shared evenly over ranks, and evenly over the query blocks of each
+      rank. A query block shares its number over the tiers in proportion to what it wants.
 
     Args:
         sparsity_ratio: the most blocks computed of those visible.
         pattern_type: one of the above.
-        local_sparsity, global_sparsity, inter_node_sparsity: densities of the three tiers; by default ``4 *``, ``1 *`` and
-            ``0.5 * sparsity_ratio``, at most 1.
+        local_sparsity, global_sparsity, inter_node_sparsity: densities of the three tiers. The defaults are ``4 *``,
+            ``1 *`` and ``0.5 * sparsity_ratio``, at most 1.
         block_size: positions, a power of two from 16 to 256.
-        node_size: ranks per node, numbered one after the other in the group; by default the environment's
-            ``LOCAL_WORLD_SIZE``, set by torchrun, or 1.
-        node_bytes, inter_node_bytes: of ``"bandwidth_aware"``: bytes of keys and values that a rank may receive in a
-            forward, for each sample, from its node and from other nodes, for shards of whole blocks (a block that two ranks
-            share costs extra); by default what the density of the tier amounts to.
+        node_size: ranks per node, which have consecutive numbers in the group. The default is the environment variable
+            ``LOCAL_WORLD_SIZE``, which torchrun sets, or 1.
+        node_bytes, inter_node_bytes: for ``"bandwidth_aware"``, the bytes of keys and values that a rank may receive in a
+            forward for each sample, from its node and from other nodes. They hold for shards of whole blocks; a block that
+            two ranks share costs extra. The defaults follow from the densities of the tiers.
 
     >>> DistributedSparseConfig(sparsity_ratio=0.05, pattern_type="hierarchical").densities
     (Fraction(1, 5), Fraction(1, 20), Fraction(1, 40))
@@ -91,12 +91,12 @@ class DistributedSparseConfig:
         for name in _BYTES:
             if self.pattern_type != "bandwidth_aware" and getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name} is read by 'bandwidth_aware' alone, got {getattr(self, name)} for {self.pattern_type!r}"
+                    f"{name} is read by 'bandwidth_aware' only, got {getattr(self, name)} for {self.pattern_type!r}"
                 )
 
     @property
     def densities(self) -> tuple[Fraction, Fraction, Fraction]:
-        """Of the three tiers, as they are computed with."""
+        """The densities of the three tiers as fractions."""
         ratio = _fraction(self.sparsity_ratio)
         given = self.local_sparsity, self.global_sparsity, self.inter_node_sparsity
         usual = (min(Fraction(1), factor * ratio) for factor in (4, 1, Fraction(1, 2)))
@@ -104,10 +104,10 @@ class DistributedSparseConfig:
         return local, node, Fraction(0) if self.pattern_type == "node_local" else between
 
     def pattern(self, shards: Shards, *, token_bytes: int | None = None) -> BlockSparse:
-        """The pattern for a sequence sharded like this; one device with it computes the same.
+        """The pattern for these shards. One device computes the same with it.
 
-        ``token_bytes`` are those of the keys and values of one position, ``2 * key heads * head size * element size``;
-        needed where the configuration counts bytes.
+        ``token_bytes`` is the number of bytes of keys and values of one position, ``2 * key heads * head size * element
+        size``. It is needed if the configuration counts bytes.
 
         >>> from dilated_attention_pytorch.distributed import Shards
         >>> config = DistributedSparseConfig(0.5, local_sparsity=1.0, global_sparsity=0.25, block_size=16, node_size=2)
@@ -137,7 +137,6 @@ def _pattern(config: DistributedSparseConfig, shards: Shards, node_size: int, to
 class _RankBlocks:
     """The query blocks of a rank and the tiers of their key blocks: numbers of blocks, ascending."""
 
-    rank: int
     queries: Tensor  # (Q,)
     tiers: tuple[Tensor, Tensor, Tensor]
     is_causal: bool
@@ -147,6 +146,30 @@ class _RankBlocks:
         if self.is_causal:
             return torch.stack([torch.searchsorted(tier, self.queries, right=True) for tier in self.tiers])
         return torch.tensor([[len(tier)] for tier in self.tiers]).expand(3, len(self.queries))
+
+    def visible_of_all(self, blocks: int) -> Tensor:
+        """(Q,): how many blocks of the sequence a query block sees, also if the tiers lack some of them."""
+        return self.queries + 1 if self.is_causal else torch.full_like(self.queries, blocks)
+
+    def fetched(self, config: DistributedSparseConfig, token_bytes: int | None) -> _RankBlocks:
+        """The same with only those blocks of other ranks that the numbers of bytes allow."""
+        own, *others = self.tiers
+        found = []
+        for tier, density, name in zip(others, config.densities[1:], _BYTES, strict=True):
+            seen = tier[tier < self.queries[-1]] if self.is_causal else tier
+            budget = getattr(config, name)
+            if budget is None:
+                count = math.ceil(density * len(seen))
+            else:
+                assert token_bytes is not None
+                count = budget // (token_bytes * config.block_size)
+            after = torch.searchsorted(own, seen)
+            before = seen - own[(after - 1).clamp(min=0)]
+            behind = own[after.clamp(max=len(own) - 1)] - seen
+            far = int(own[-1] + seen[-1]) + 1 if len(seen) else 0  # larger than any distance
+            distance = torch.minimum(torch.where(after > 0, before, far), torch.where(after < len(own), behind, far))
+            found.append(seen[distance.sort(stable=True).indices[:count]].sort().values)
+        return replace(self, tiers=(own, *found))  # type: ignore[arg-type]
 
 
 def _rank_blocks(shards: Shards, size: int, node_size: int, is_causal: bool) -> Iterator[_RankBlocks]:
@@ -161,7 +184,7 @@ def _rank_blocks(shards: Shards, size: int, node_size: int, is_causal: bool) -> 
         if len(blocks):
             mine, node = owner == rank, owner // node_size == rank // node_size
             tiers = (x.nonzero().squeeze(1) for x in (mine, node & ~mine, ~node))
-            yield _RankBlocks(rank, blocks, tuple(tiers), is_causal)  # type: ignore[arg-type]
+            yield _RankBlocks(blocks, tuple(tiers), is_causal)  # type: ignore[arg-type]
 
 
 def _lists(
@@ -170,57 +193,33 @@ def _lists(
     size, blocks = config.block_size, -(-shards.length // config.block_size)
     ranks = list(_rank_blocks(shards, size, node_size, is_causal))
     if config.pattern_type == "bandwidth_aware":
-        ranks = [_fetched(config, some, token_bytes) for some in ranks]
-    budgets = [_ceil(_fraction(config.sparsity_ratio), _seen(some, blocks)).clamp_(min=1) for some in ranks]
+        ranks = [rank.fetched(config, token_bytes) for rank in ranks]
+    visible_of_all = [rank.visible_of_all(blocks) for rank in ranks]
+    budgets = [_ceil(_fraction(config.sparsity_ratio), visible).clamp_(min=1) for visible in visible_of_all]
     balanced = config.pattern_type == "adaptive_load_balanced"
     if balanced:
-        budgets = _evened(budgets, [_seen(some, blocks) for some in ranks])
+        budgets = _evened(budgets, visible_of_all)
     entries = [torch.zeros(0, dtype=torch.int64)]
-    for some, budget in zip(ranks, budgets, strict=True):
-        visible = some.visible()
+    for rank, budget in zip(ranks, budgets, strict=True):
+        visible = rank.visible()
         wanted = torch.stack([_ceil(d, v) for d, v in zip(config.densities, visible, strict=True)])
         if config.pattern_type == "bandwidth_aware":
             wanted[1:] = visible[1:]
         wanted[0].clamp_(min=1)
         taken = _shared(budget, wanted, visible if balanced else wanted)
-        for tier, v, count in zip(some.tiers, visible, taken, strict=True):
-            entries.append(_nearest(tier, some.queries, v, count, blocks))
+        for tier, v, count in zip(rank.tiers, visible, taken, strict=True):
+            entries.append(_nearest(tier, rank.queries, v, count, blocks))
     entry = torch.cat(entries).sort().values  # by query block, then by key block
     counts = torch.bincount(entry // max(1, blocks), minlength=blocks)
     return BlockLists.packed(counts.view(1, 1, -1), (entry % max(1, blocks)).to(torch.int32), size, blocks)
-
-
-def _seen(some: _RankBlocks, blocks: int) -> Tensor:
-    return some.queries + 1 if some.is_causal else torch.full_like(some.queries, blocks)
 
 
 def _ceil(ratio: Fraction, count: Tensor) -> Tensor:
     return -(-count * ratio.numerator // ratio.denominator)
 
 
-def _fetched(config: DistributedSparseConfig, some: _RankBlocks, token_bytes: int | None) -> _RankBlocks:
-    """The rank with only those blocks of other ranks that its budgets of bytes pay for."""
-    own, *others = some.tiers
-    found = []
-    for tier, density, name in zip(others, config.densities[1:], _BYTES, strict=True):
-        seen = tier[tier < some.queries[-1]] if some.is_causal else tier
-        budget = getattr(config, name)
-        if budget is None:
-            count = math.ceil(density * len(seen))
-        else:
-            assert token_bytes is not None
-            count = budget // (token_bytes * config.block_size)
-        after = torch.searchsorted(own, seen)
-        before = seen - own[(after - 1).clamp(min=0)]
-        behind = own[after.clamp(max=len(own) - 1)] - seen
-        far = int(own[-1] + seen[-1]) + 1 if len(seen) else 0  # than any block from another
-        distance = torch.minimum(torch.where(after > 0, before, far), torch.where(after < len(own), behind, far))
-        found.append(seen[distance.sort(stable=True).indices[:count]].sort().values)
-    return _RankBlocks(some.rank, some.queries, (own, *found), some.is_causal)  # type: ignore[arg-type]
-
-
 def _shared(budget: Tensor, wanted: Tensor, most: Tensor) -> Tensor:
-    """(3, Q): what each tier gets of a budget (Q,), at most ``most``.
+    """(3, Q): how many blocks of a budget (Q,) each tier gets, at most ``most``.
 
     >>> _shared(torch.tensor([4]), torch.tensor([[4], [3], [1]]), torch.tensor([[4], [3], [1]])).flatten().tolist()
     [3, 1, 0]
@@ -237,15 +236,17 @@ def _shared(budget: Tensor, wanted: Tensor, most: Tensor) -> Tensor:
 
 
 def _evened(budgets: list[Tensor], visible: list[Tensor]) -> list[Tensor]:
-    """The sum of all budgets, shared evenly over ranks and over the query blocks of each: one block at least, and no more
-    than it sees."""
+    """The sum of all budgets, shared evenly over ranks and over the query blocks of each rank.
+
+    A query block gets at least one block, and no more than it sees.
+    """
     least, most = (torch.tensor(x) for x in ([len(v) for v in visible], [int(v.sum()) for v in visible]))
     shares = _levelled(sum(int(x.sum()) for x in budgets), least, most)
     return [_levelled(int(share), torch.ones_like(v), v) for share, v in zip(shares, visible, strict=True)]
 
 
 def _levelled(total: int, least: Tensor, most: Tensor) -> Tensor:
-    """A total as shares that are as even as their bounds allow, the first ones one larger where it does not divide.
+    """A total as shares that are as even as their bounds allow. The first shares take a remainder, one each.
 
     >>> _levelled(13, torch.tensor([1, 1, 6, 1]), torch.tensor([9, 1, 9, 9])).tolist()
     [3, 1, 6, 3]
@@ -264,7 +265,7 @@ def _levelled(total: int, least: Tensor, most: Tensor) -> Tensor:
 def _nearest(tier: Tensor, queries: Tensor, visible: Tensor, count: Tensor, blocks: int) -> Tensor:
     """The ``count`` nearest of the first ``visible`` blocks of a tier, for every query block: ``query * blocks + key``.
 
-    They are a window of the tier, whose start is found by bisection.
+    These blocks are a window of the tier. Bisection finds its start.
     """
     low, high = torch.zeros_like(count), visible - count
     last = max(0, len(tier) - 1)
@@ -274,5 +275,5 @@ def _nearest(tier: Tensor, queries: Tensor, visible: Tensor, count: Tensor, bloc
         later = (low < high) & (queries - tier[middle.clamp(max=last)] > ahead)
         low, high = torch.where(later, middle + 1, low), torch.where(later | (low >= high), high, middle)
     row = torch.arange(len(queries)).repeat_interleave(count)
-    place = torch.arange(len(row)) - (count.cumsum(0) - count)[row] + low[row]
-    return queries[row] * blocks + tier[place]
+    number = torch.arange(len(row)) - (count.cumsum(0) - count)[row] + low[row]
+    return queries[row] * blocks + tier[number]

@@ -1,0 +1,174 @@
+"""Messages between ranks: which rows travel together and when, and what a rank computes with them.
+
+All ranks count ticks alike: the message of a tick has the same number at both ends, also if other ranks have none then. All
+ranks handle their messages in this one order, so no ranks wait for each other in a cycle, whatever their shards are.
+
+A sequence of a batch is the whole row of tokens, the valid rows of padded samples, or a packed document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from dilated_attention_pytorch.distributed.block_schedule import BlockSchedule
+from dilated_attention_pytorch.distributed.dilated_schedule import DilatedSchedule
+from dilated_attention_pytorch.execute.loop import TileSet
+from dilated_attention_pytorch.shards import Shards
+from dilated_attention_pytorch.values import Inputs, Options
+
+Schedule = TypeVar("Schedule", DilatedSchedule, BlockSchedule)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceShards(Generic[Schedule]):
+    """A sequence of the batch, and where the ranks have its rows in their tensors."""
+
+    samples: slice
+    key_heads: slice
+    first_row: int  # of the sequence within the row of tokens
+    shards: Shards  # of the row of tokens
+    schedule: Schedule  # of the sequence, whose positions count from 0
+
+    @property
+    def batch(self) -> int:
+        """The number of samples."""
+        return int(self.samples.stop - self.samples.start)
+
+    @property
+    def heads(self) -> int:
+        """The number of key heads."""
+        return int(self.key_heads.stop - self.key_heads.start)
+
+    def rows(self, rank: int, positions: range) -> slice:
+        """The rows of a rank's tensors at these positions of the sequence."""
+        return self.shards.rows_of(rank, range(self.first_row + positions.start, self.first_row + positions.stop))
+
+    def bytes(self, rank: int, head_dim: int, element_size: int) -> int:
+        """The bytes of keys and values that a rank receives in a forward."""
+        return self.schedule.received_rows(rank) * self.heads * head_dim * 2 * element_size * self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Query rows of this rank with key rows, and the tiles between them."""
+
+    queries: tuple[slice, ...]  # samples, rows and possibly heads of the query tensor
+    keys: tuple[slice, ...]  # of the key tensor of this rank, or of a section of a message
+    first_row: int  # of the sequence within the row of tokens
+
+    def tiles(self, options: Options) -> TileSet:
+        """The tiles, with the dropout and the positions of a call. Positions do not travel: every rank knows the order."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Rows of one sequence in a message."""
+
+    sequence: SequenceShards[Any]
+    transfer: Any
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Samples, rows and key heads."""
+        return self.sequence.batch, self.transfer.rows, self.sequence.heads
+
+    def pack_(self, x: Tensor, packed: Tensor) -> None:
+        """Copy the rows from a tensor (B, n, G, D) of the sender."""
+        raise NotImplementedError
+
+    def add_(self, x: Tensor, packed: Tensor) -> None:
+        """Add the rows to a tensor (B, n, G, D) of the sender."""
+        raise NotImplementedError
+
+    def steps(self) -> Iterable[Step]:
+        """What the receiver computes with the rows."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Rows of keys and values that travel together; their gradients return."""
+
+    source: int
+    target: int
+    tick: int
+    name: str  # for errors
+    sections: tuple[Section, ...] = ()
+
+    def numel(self, head_dim: int) -> int:
+        """The number of elements."""
+        return sum(2 * math.prod(section.shape) * head_dim for section in self.sections)
+
+    def views(self, flat: Tensor, head_dim: int) -> Iterator[tuple[Section, Tensor]]:
+        """The sections, each with its view (2, B, rows, heads, D) of the message: keys first, then values."""
+        first = 0
+        for section in self.sections:
+            shape = (2, *section.shape, head_dim)
+            yield section, flat[first : first + math.prod(shape)].view(shape)
+            first += math.prod(shape)
+
+    def pack_(self, flat: Tensor, inputs: Inputs) -> None:
+        """Copy the rows from the keys and values of the sender."""
+        for section, packed in self.views(flat, inputs.key.shape[-1]):
+            section.pack_(inputs.key, packed[0])
+            section.pack_(inputs.value, packed[1])
+
+    def add_(self, flat: Tensor, grads: Inputs) -> None:
+        """Add returned gradients to those of the sender."""
+        for section, packed in self.views(flat, grads.key.shape[-1]):
+            section.add_(grads.key, packed[0])
+            section.add_(grads.value, packed[1])
+
+    def steps(self, flat: Tensor, head_dim: int) -> Iterator[tuple[Step, Tensor, Tensor]]:
+        """The steps of the receiver, each with its keys and values (or their gradients)."""
+        for section, (keys, values) in self.views(flat, head_dim):
+            for step in section.steps():
+                yield step, keys[step.keys], values[step.keys]
+
+
+Tick = tuple[Message | None, Message | None]  # what a rank sends and what it receives
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPlan:
+    """What one rank sends, receives and computes in a call."""
+
+    sequences: tuple[SequenceShards[Any], ...]
+    ticks: tuple[Tick, ...]
+    own: tuple[Step, ...]  # steps with own keys
+
+
+# Cuts the transfers of one round, each with its sequence, into messages.
+Split = Callable[[list[tuple[Any, Any]]], Iterable[tuple[Section, ...]]]
+
+
+def make_ticks(
+    rank: int, sequences: Sequence[SequenceShards[Any]], counts: Sequence[int], split: Split
+) -> tuple[Tick, ...]:
+    """The messages of a rank. ``counts`` has the number of ticks of rounds 1, 2, ..., the same on every rank."""
+    world = len(counts) + 1
+    by_round: dict[int, tuple[list[Any], list[Any]]] = {}
+    for sequence in sequences:
+        for side, transfers in enumerate((sequence.schedule.sends(rank), sequence.schedule.receives(rank))):
+            for transfer in transfers:
+                number = (transfer.target - transfer.source) % world
+                by_round.setdefault(number, ([], []))[side].append((sequence, transfer))
+    ticks: list[Tick] = []
+    for t, count in enumerate(counts, start=1):
+        ends = (rank, (rank + t) % world), ((rank - t) % world, rank)
+        sides: list[list[Message | None]] = []
+        for (source, target), transfers in zip(ends, by_round.get(t, ([], [])), strict=True):
+            messages: list[Message | None] = [
+                Message(source, target, len(ticks) + s, f"round {t}, message {s + 1}", sections)
+                for s, sections in enumerate(split(transfers))
+            ]
+            assert len(messages) <= count, (t, len(messages), count)
+            sides.append(messages + [None] * (count - len(messages)))
+        ticks += zip(*sides, strict=True)
+    return tuple(ticks)

@@ -1,0 +1,138 @@
+"""The wire: messages between the processes of a group.
+
+Tensors are sent from where they are, with one exception. A group that has only gloo for CUDA tensors sends them through
+pinned host memory. The copies have streams of their own, so that they run while tiles are computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dilated_attention_pytorch.distributed.groups import backend_for, naming
+from dilated_attention_pytorch.distributed.messages import Message
+
+# Gloo moves bytes by one thread for each interface that GLOO_SOCKET_IFNAME names, and takes the tag of a message modulo
+# their number. A large message is therefore sent with several tags. "lo,lo,lo,lo" names one interface four times.
+LANES = 4
+_SMALL_MESSAGE = 2**20  # bytes; up to this size a message has one tag
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A message as a flat tensor, for or from another rank of the group."""
+
+    message: Message
+    content: str  # for errors
+    peer: int
+    rows: Tensor
+    pack: Callable[[], None] | None = None  # fills ``rows`` before they are sent
+
+
+class Transport(Protocol):
+    """Moves parcels: ``Wire`` between processes, ``simulate.SimulatedWire`` within one."""
+
+    lag: int  # ticks by which a gradient is sent later than it is computed
+
+    def now(self) -> Any:
+        """A mark of what has been computed so far."""
+
+    def start(self, sends: list[Parcel], receives: list[Parcel], after: Any) -> Callable[[], None]:
+        """Start sending and receiving once ``after`` has been computed; the returned function waits for the end."""
+
+
+class Wire:
+    """The processes of a group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        backend = backend_for(device.type, group)
+        if backend is None:
+            raise ValueError(
+                f"the group has no backend for {device.type} tensors ({dist.get_backend_config(group)}); use "
+                "init_process_group('cpu:gloo,cuda:nccl')"
+            )
+        self.group, self.rank, self.device = group, dist.get_rank(group), device
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self.gloo = backend == "gloo"
+        self.staged = device.type == "cuda" and self.gloo
+        # The host waits for the copy of a gradient while the next gradient is computed.
+        self.lag = 1 if self.staged else 0
+        if self.staged:
+            self.outward, self.inward = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def now(self) -> Any:
+        """An event in the stream of the caller, if copies to the host have to wait for it."""
+        return torch.cuda.current_stream(self.device).record_event() if self.staged else None
+
+    def start(self, sends: list[Parcel], receives: list[Parcel], after: Any) -> Callable[[], None]:
+        """Start sending and receiving once ``after`` has been computed; the returned function waits for the end."""
+        # Both ends know which parcels have no rows.
+        sends, receives = ([parcel for parcel in parcels if parcel.rows.numel()] for parcels in (sends, receives))
+        if not sends and not receives:
+            return lambda: None
+        free = self.now()  # the tiles that read the previous content of these buffers
+        with self._copying_out(after):
+            for parcel in sends:
+                if parcel.pack is not None:
+                    parcel.pack()
+            outgoing = [self._on_host(parcel.rows, copy=True) for parcel in sends]
+        incoming = [self._on_host(parcel.rows, copy=False) for parcel in receives]
+        tasks, operations = [], []
+        for sending, parcels, tensors in ((True, sends, outgoing), (False, receives, incoming)):
+            for parcel, x in zip(parcels, tensors, strict=True):
+                for tag, lane in enumerate(self._lanes(x)):
+                    verb = f"send {parcel.content} to" if sending else f"receive {parcel.content} from"
+                    tasks.append(f"{verb} rank {parcel.peer}, {parcel.message.name}")
+                    peer, operation = self.global_ranks[parcel.peer], dist.isend if sending else dist.irecv
+                    operations.append(dist.P2POp(operation, lane, peer, self.group, tag))
+        with naming(" and ".join(tasks), self.group):
+            handles = dist.batch_isend_irecv(operations)
+
+        def wait() -> None:
+            # NCCL has one handle for all operations, gloo has one for each.
+            every = tasks if len(handles) == len(tasks) else [" and ".join(tasks)]
+            for handle, task in zip(handles, every, strict=True):
+                with naming(task, self.group):
+                    handle.wait()
+            if self.staged:
+                with torch.cuda.stream(self.inward):
+                    self.inward.wait_event(free)
+                    for parcel, x in zip(receives, incoming, strict=True):
+                        parcel.rows.copy_(x, non_blocking=True)
+                torch.cuda.current_stream(self.device).wait_stream(self.inward)
+            outgoing.clear()  # the tensors must exist until they have been sent
+
+        return wait
+
+    def _lanes(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """A message in the chunks that have tags of their own, the same at both ends."""
+        small = rows.numel() * rows.element_size() <= _SMALL_MESSAGE
+        return (rows,) if small or not self.gloo else rows.chunk(LANES)
+
+    def _on_host(self, rows: Tensor, *, copy: bool) -> Tensor:
+        """What travels for a message: its rows, or as many rows in pinned host memory."""
+        if not self.staged:
+            return rows
+        return _pinned(rows).copy_(rows, non_blocking=True) if copy else _pinned(rows)
+
+    @contextlib.contextmanager
+    def _copying_out(self, after: Any) -> Iterator[None]:
+        """Pack, and copy to the host, beside the computation. The host waits for the copy, because it sends."""
+        if not self.staged:
+            yield
+            return
+        with torch.cuda.stream(self.outward):
+            self.outward.wait_event(after)
+            yield
+            copied = self.outward.record_event()
+        copied.synchronize()
+
+
+def _pinned(rows: Tensor) -> Tensor:
+    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
