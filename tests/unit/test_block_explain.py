@@ -144,9 +144,9 @@ def test_bad_arguments():
         explain(q[:, :5], q, q, pattern, world_size=2)
     with pytest.raises(ValueError, match="explain one sequence at a time"):
         explain(q, q, q, adaptive, lengths=torch.tensor([75]), world_size=2)
-    with pytest.raises(ValueError, match=r"hopper: Hopper kernels run on CUDA tensors, got cpu\n .*got 16"):
+    with pytest.raises(ValueError, match="hopper: Hopper kernels run on CUDA tensors, got cpu"):
         explain(q, q, q, pattern, backend="hopper")
-    with pytest.raises(ValueError, match="so there is no bucket_size: got 7; leave it out"):
+    with pytest.raises(ValueError, match="so it has no bucket_size: got 7; leave it out"):
         simulate_ring(q, q, q, pattern, 2, bucket_size=7)
     with pytest.raises(ValueError, match="as many queries as keys as rows of shards"):
         simulate_ring(q, q, q, pattern, 2, layout=Shards.of([1, 2], "contiguous"))

@@ -27,7 +27,15 @@ LAYERS = (
     ("cli", "compat"),
 )
 # Files of the patterns, plans and schedules that are plain integers.
-WITHOUT_TORCH = ("patterns/dilated.py", "plan/tiles.py", "plan/sequences.py", "plan/dropout.py", "shards.py")
+WITHOUT_TORCH = (
+    "patterns/dilated.py",
+    "plan/tiles.py",
+    "plan/sequences.py",
+    "plan/dropout.py",
+    "shards.py",
+    "distributed/dilated_schedule.py",
+    "distributed/block_schedule.py",
+)
 BACKENDS = ("reference", "eager", "sdpa", "triton", "hopper")
 OPTIONAL = ("triton", "torch.distributed", "matplotlib", "rich", "typer")
 FILES = sorted(ROOT.rglob("*.py"))
