@@ -23,14 +23,9 @@ class TableKernels(Protocol):
         """The attention of a problem, written to ``out`` if it is given."""
 
     def backward(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        results: Results,
-        upstream: Upstream,
-        options: Options,
+        self, problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options,
         grads: Inputs | None = None,
-    ) -> Inputs:
+    ) -> Inputs:  # fmt: skip
         """The gradients of query, key and value, written to ``grads`` if these are given."""
 
 
@@ -51,21 +46,16 @@ class TableBackend:
     def forward(self, problem: Problem, inputs: Inputs, options: Options, out: Tensor | None = None) -> Results:
         """The attention of a problem.
 
-        ``out`` is written if it is given, contiguous and of any floating-point type. Its rows that no tile has do not change.
+        ``out`` is written if it is given: contiguous, of any floating-point type. Rows that no tile has do not change.
         """
         kernels = self.kernels(dilated=isinstance(problem.pattern, Dilated))
         with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
             return kernels.forward(problem, inputs, options, out)
 
     def backward(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        results: Results,
-        upstream: Upstream,
-        options: Options,
+        self, problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options,
         grads: Inputs | None = None,
-    ) -> Inputs:
+    ) -> Inputs:  # fmt: skip
         """The gradients of query, key and value, given the merged results; written to ``grads`` if these are given."""
         dilated = isinstance(problem.pattern, Dilated)
         kernels = self.kernels(dilated=dilated)

@@ -1,9 +1,8 @@
-"""Block lists as kernels read them: the lists of all sequences of a batch in one set of tables, so that one launch serves all.
+"""Block lists as kernels read them: the lists of all sequences of a batch in one set of tables, for one launch.
 
 A table of blocks has one row for each sample and each block of its sequence: query blocks, or key blocks for dk and dv. The
-list of head ``h`` for a row has the number ``first_list + h * list_step``. A step of 0 means that all heads share it. List
-``i`` is ``indices[starts[i] :][: counts[i]]``. Within a sample, rows with long lists come first, so that no launch ends with
-one.
+list of head ``h`` for a row has the number ``first_list + h * list_step``. With a step of 0, all heads share one list. List
+``i`` is ``indices[starts[i] :][: counts[i]]``. Within a sample, rows with long lists come first: no launch ends with one.
 """
 
 from __future__ import annotations

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-# One row of a launch table: a family of tiles, see launch_plan.py.
+# One row of a launch table is a family of tiles, see launch_plan.py. Starts are rows of tensors. A row of the result plus
+# ``to_position`` is its position. ``own_segment`` and ``own_number`` are those of the first row of the family, counted from
+# the first ones of the layout. The partial results of ``children`` bundles are added, from ``first_child`` on.
 FAMILY_COLUMNS = (
-    "first_program",
-    "first_sample",
-    "tiles",
-    "tile_step",
-    "heads",
-    "first_head",
-    "head_step",
-    "head_row_step",
-    "q_start",  # rows of the tensors, not positions
-    "q_rows",
-    "k_start",
-    "k_rows",
-    "row_stride",
-    "causal",
-    "zero_keys",
-    "branch",
-    "batch_slice",
-    "to_position",  # of a row of the result: its position in its sequence, less its row in the tensor
-    "partial_base",
-    "segments",
-    "capacity",
-    "own_segment",  # of the first tile, counted from the first segment of the layout
-    "own_number",  # of the first row, counted from the first row number of the layout
-    "first_child",  # bundles whose partial results are added to the result of this one
-    "children",
-)
-# One entry of the layout of partial results: a bundle of tiles in a slice of the batch, see launch_plan.py.
+    "first_program", "first_sample", "tiles", "tile_step", "heads", "first_head", "head_step", "head_row_step",
+    "q_start", "q_rows", "k_start", "k_rows", "row_stride", "causal", "zero_keys", "branch", "batch_slice", "to_position",
+    "partial_base", "segments", "capacity", "own_segment", "own_number", "first_child", "children",
+)  # fmt: skip
+# One entry of the layout of partial results is a bundle of tiles in a slice of the batch, see launch_plan.py.
 LAYOUT_COLUMNS = ("base", "segments", "capacity", "w", "r", "first_segment", "first_number", "w_inverse", "r_inverse")
-# One row of a table of blocks: a query block, or for dk and dv a key block, see block_tables.py.
-BLOCK_COLUMNS = (
-    "sample",
-    "number",  # of the block in its sequence
-    "q_row",  # row of the query tensor at position 0; negative if the first positions have no query
-    "q_first",  # the first position that has a query
-    "k_row",  # row of the key tensor at position 0
-    "sequence_length",
-    "first_list",
-    "list_step",
-)
+# One row of a table of blocks is a query block, or for dk and dv a key block, see block_tables.py. ``number`` counts the
+# blocks of the sequence. ``q_row`` and ``k_row`` are the rows of the tensors at position 0. The first query is at position
+# ``q_first``, so ``q_row`` may be negative.
+BLOCK_COLUMNS = ("sample", "number", "q_row", "q_first", "k_row", "sequence_length", "first_list", "list_step")

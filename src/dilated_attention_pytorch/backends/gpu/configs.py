@@ -13,8 +13,8 @@ class TritonConfig:
     block_n: int
     warps: int
     stages: int
-    # How float32 is multiplied if PyTorch's precision is "highest". "tf32x3" is three TF32 products on tensor cores for each
-    # product, with errors like those of float32. "ieee" uses no tensor cores.
+    # How float32 is multiplied if PyTorch's precision is "highest". "tf32x3" computes a product as three TF32 products on
+    # tensor cores, with errors like those of float32. "ieee" uses no tensor cores.
     float32: str = "tf32x3"
 
 

@@ -13,7 +13,7 @@ offset ``o`` of the head,
 if ``i % w >= o`` and ``(i % w - o) % r == 0``. ``capacity`` is ``ceil(w / r)`` and ``first_number`` 0. A single segment
 keeps only the row numbers that the result has: decoding one token keeps two rows, not a segment.
 
-Sequences of their own (``lengths``, ``cu_seqlens``) add rows to the tables and no launches. Where partial results would take
+Sequences of their own (``lengths``, ``cu_seqlens``) add rows to the tables and no launches. If partial results would take
 much memory, they are computed one share of the batch after the other (shares.py). Each share has launches of its own and
 puts its partial results in the same memory.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, TypeVar
 
 import torch
@@ -131,19 +131,10 @@ def _layout_entry(rows: range, w: int, r: int) -> tuple[int, ...]:
 def _whole(plan: Plan, key_heads: int) -> TileFamily:
     """All rows of a sequence as one tile, for adding partial results."""
     return TileFamily(
-        branch=0,
-        key_heads=range(key_heads),
-        head_row_step=0,
-        q_start=plan.queries.start,
-        q_rows=len(plan.queries),
-        k_start=plan.keys.start,
-        k_rows=len(plan.keys),
-        row_stride=1,
-        tile_step=len(plan.keys),
-        tiles=1,
-        causal=False,
+        branch=0, key_heads=range(key_heads), head_row_step=0, q_start=plan.queries.start, q_rows=len(plan.queries),
+        k_start=plan.keys.start, k_rows=len(plan.keys), row_stride=1, tile_step=len(plan.keys), tiles=1, causal=False,
         zero_keys=0,
-    )
+    )  # fmt: skip
 
 
 def _on_device(tables: list[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
@@ -158,16 +149,19 @@ def _on_device(tables: list[Tensor], device: torch.device) -> tuple[Tensor, list
 
 
 class _Builder:
-    """Makes the tables of a launch plan. A slice of the batch has its number, which is that of its layout entries."""
+    """Makes the tables of a launch plan."""
 
     def __init__(self, problem: Problem, block: int, by_keys: bool, most_rows: int) -> None:
         self.problem, self.block, self.by_keys = problem, block, by_keys
-        self.plans = problem.plans()
-        self.tree = BundleTree(problem, by_keys)
+        self.plans, self.tree = problem.plans(), BundleTree(problem, by_keys)
         self.heads_per_key = 1 if by_keys else problem.heads_per_key  # of the result
         self.layout_index = {number: i for i, number in enumerate(self.tree.order)}  # of a bundle in the layout
         entries = [[self._entry(plan, bundle) for bundle in self.tree.order] for _, plan in self.plans]
-        self.shares = self._numbered_shares(entries, most_rows)
+        head_rows = [self.heads_per_key * sum(segments * capacity for segments, capacity, *_ in own) for own in entries]
+        samples = [range(span.samples.start, span.samples.stop) for span, _ in self.plans]
+        # Rows that no tile writes are filled once, before all launches: then all slices are one share.
+        most_rows = most_rows if self.tree.square else sum(head_rows) * problem.key_heads * problem.batch
+        self.shares = shares_of(samples, head_rows, problem.key_heads, most_rows)
         self.layout, self.partial_rows = self._layout(entries)
 
     def _entry(self, plan: Plan, bundle: int) -> tuple[int, ...]:
@@ -176,69 +170,52 @@ class _Builder:
         w = min(w, plan.keys.stop)
         return _layout_entry(plan.keys if self.by_keys else plan.queries, w, min(r, w))
 
-    def _numbered_shares(
-        self, entries: list[list[tuple[int, ...]]], most_rows: int
-    ) -> list[list[tuple[int, BatchSlice]]]:  # fmt: skip
-        problem = self.problem
-        head_rows = [self.heads_per_key * sum(segments * capacity for segments, capacity, *_ in own) for own in entries]
-        samples = [range(span.samples.start, span.samples.stop) for span, _ in self.plans]
-        # Rows that no tile writes are filled once, before all launches: nothing else may use that memory before.
-        if not self.tree.square:
-            most_rows = sum(head_rows) * problem.key_heads * problem.batch
-        numbered, first = [], 0
-        for share in shares_of(samples, head_rows, problem.key_heads, most_rows):
-            numbered.append(list(enumerate(share, first)))
-            first += len(share)
-        return numbered
-
     def _layout(self, entries: list[list[tuple[int, ...]]]) -> tuple[list[tuple[int, ...]], int]:
-        """The layout by slice and bundle, and the rows of the largest share."""
+        """The layout by slice and bundle, given the entries of sequences, and the rows of the largest share."""
         layout: list[tuple[int, ...]] = []
         partial_rows = 0
         for share in self.shares:
             used = 0
-            for _, batch_slice in share:
-                heads = batch_slice.key_heads
+            for batch_slice in share:
                 for entry in entries[batch_slice.sequence]:
-                    one_head = entry[0] * entry[1]
+                    key_head_rows = self.heads_per_key * entry[0] * entry[1]
                     # Kernels count all heads; those before the first of the slice have no memory.
-                    layout.append((used - heads.start * self.heads_per_key * one_head, *entry))
-                    used += len(batch_slice.samples) * len(heads) * self.heads_per_key * one_head
+                    layout.append((used - batch_slice.key_heads.start * key_head_rows, *entry))
+                    used += len(batch_slice.samples) * len(batch_slice.key_heads) * key_head_rows
             partial_rows = max(partial_rows, used)
         return layout, partial_rows
 
-    def _row(self, family: TileFamily, number: int, batch_slice: BatchSlice, bundle: int) -> tuple[int, ...]:
+    def _row(self, f: TileFamily, batch_slice: BatchSlice, bundle: int) -> tuple[int, ...]:
         """A row of a launch table without its first program."""
-        f, tree, (span, plan) = family, self.tree, self.plans[batch_slice.sequence]
+        tree, (span, plan) = self.tree, self.plans[batch_slice.sequence]
         q_start = f.q_start - plan.queries.start + span.queries.start
         k_start = f.k_start - plan.keys.start + span.keys.start
         start, tensor_row = (f.k_start, k_start) if self.by_keys else (f.q_start, q_start)
         in_layout: tuple[int, ...] = (0, 0, 0, 0, 0)
         if bundle < tree.root:
-            entry = self.layout[number * tree.root + self.layout_index[bundle]]
+            entry = self.layout[batch_slice.number * tree.root + self.layout_index[bundle]]
             base, segments, capacity, w, r, first_segment, first_number, *_ = entry
             in_layout = (base, segments, capacity, start // w - first_segment, start % w // r - first_number)
         children = tree.children[bundle]
         return (
             batch_slice.samples.start, f.tiles, f.tile_step, len(f.key_heads), f.key_heads.start, f.key_heads.step,
             f.head_row_step, q_start, f.q_rows, k_start, f.k_rows, min(f.row_stride, plan.keys.stop), int(f.causal),
-            f.zero_keys, f.branch, number, start - tensor_row, *in_layout,
+            f.zero_keys, f.branch, batch_slice.number, start - tensor_row, *in_layout,
             self.layout_index[children[0]] if children else 0, len(children),
         )  # fmt: skip
 
-    def _launch(self, share: list[tuple[int, BatchSlice]], bundles: list[int], attends: bool) -> Launch:
+    def _launch(self, share: list[BatchSlice], bundles: list[int], attends: bool) -> Launch:
         rows, programs = [], 0
-        for bundle in bundles:
-            for number, batch_slice in share:
-                families = [_whole(self.plans[batch_slice.sequence][1], self.problem.key_heads)]
-                if attends:
-                    families = self.tree.bundles[bundle].get(batch_slice.sequence, [])
-                for f in (of_heads(family, batch_slice.key_heads) for family in families):
-                    if f.key_heads:
-                        rows.append((programs, *self._row(f, number, batch_slice, bundle)))
-                        blocks = -(-(f.k_rows if self.by_keys else f.q_rows) // (self.block if attends else SUM_ROWS))
-                        heads = self.heads_per_key * len(f.key_heads)
-                        programs += blocks * heads * f.tiles * len(batch_slice.samples)
+        for bundle, batch_slice in product(bundles, share):
+            families = [_whole(self.plans[batch_slice.sequence][1], self.problem.key_heads)]
+            if attends:
+                families = self.tree.bundles[bundle].get(batch_slice.sequence, [])
+            for f in (of_heads(family, batch_slice.key_heads) for family in families):
+                if f.key_heads:
+                    rows.append((programs, *self._row(f, batch_slice, bundle)))
+                    blocks = -(-(f.k_rows if self.by_keys else f.q_rows) // (self.block if attends else SUM_ROWS))
+                    heads = self.heads_per_key * len(f.key_heads)
+                    programs += blocks * heads * f.tiles * len(batch_slice.samples)
         children = [len(self.tree.children[bundle]) for bundle in bundles]
         assert all(children) or not any(children), "all bundles of a launch have children, or none has"
         table = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(FAMILY_COLUMNS))
@@ -250,7 +227,7 @@ class _Builder:
             levels = [[bundle] for level in levels for bundle in level]
         launches: list[Launch] = []
         for share in self.shares:
-            every = [*(self._launch(share, level, True) for level in levels)]
+            every = [self._launch(share, level, True) for level in levels]
             every.append(self._launch(share, [tree.root], tree.root_attends))
             own = [one for one in every if one.programs]
             launches += [replace(one, begins_share=i == 0) for i, one in enumerate(own)]
@@ -259,14 +236,9 @@ class _Builder:
     def plan(self, device: torch.device, separate: bool) -> LaunchPlan:
         """The launch plan on a device."""
         launches = self._launches(separate)
-        memory, (layout, offsets, *tables) = _on_device(
-            [
-                torch.tensor(self.layout, dtype=torch.int64).reshape(-1, len(LAYOUT_COLUMNS)),
-                torch.tensor(self.tree.offsets(), dtype=torch.int64),
-                *(one.table for one in launches),
-            ],
-            device,
-        )
+        layout = torch.tensor(self.layout, dtype=torch.int64).reshape(-1, len(LAYOUT_COLUMNS))
+        offsets = torch.tensor(self.tree.offsets(), dtype=torch.int64)
+        memory, (layout, offsets, *tables) = _on_device([layout, offsets, *(one.table for one in launches)], device)
         return LaunchPlan(
             problem=self.problem,
             tables=memory,

@@ -1,4 +1,4 @@
-"""Launches of the portable kernels over a launch plan: all launches of the Triton backend, those that only add of Hopper's."""
+"""Launches of the portable kernels over a launch plan. The Hopper backend uses those that only add partial results."""
 
 from __future__ import annotations
 

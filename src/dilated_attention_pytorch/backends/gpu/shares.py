@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise, product
 
 from dilated_attention_pytorch.plan.tiles import TileFamily
 
@@ -13,18 +13,19 @@ from dilated_attention_pytorch.plan.tiles import TileFamily
 class BatchSlice:
     """All key heads of some samples of a sequence, or some key heads of one sample."""
 
+    number: int  # among all slices
     sequence: int  # its number among the sequences of the batch
     samples: range
     key_heads: range
 
 
-def _cut(length: int, count: int) -> list[range]:
+def _cut(length: int, ranges: int) -> list[range]:
     """So many ranges of nearly the same length.
 
     >>> _cut(5, 3)
     [range(0, 1), range(1, 3), range(3, 5)]
     """
-    return [range(start, stop) for start, stop in pairwise(length * i // count for i in range(count + 1))]
+    return [range(start, stop) for start, stop in pairwise(length * i // ranges for i in range(ranges + 1))]
 
 
 def shares_of(
@@ -41,13 +42,13 @@ def shares_of(
     [[(0, range(0, 1), range(0, 3))], [(1, range(0, 1), range(0, 1))], [(1, range(0, 1), range(1, 3))]]
     """
     shares: list[list[BatchSlice]] = [[]]
+    numbers = count()
     left = most_rows
     for sequence, (own, rows) in enumerate(zip(samples, head_rows, strict=True)):
         sample_rows = rows * key_heads
         if sample_rows > most_rows:
-            count = -(-key_heads // max(1, most_rows // rows))
-            for sample in own:
-                shares += [[BatchSlice(sequence, range(sample, sample + 1), heads)] for heads in _cut(key_heads, count)]
+            for sample, heads in product(own, _cut(key_heads, -(-key_heads // max(1, most_rows // rows)))):
+                shares.append([BatchSlice(next(numbers), sequence, range(sample, sample + 1), heads)])
             left = 0
             continue
         rest = own
@@ -56,7 +57,7 @@ def shares_of(
                 shares.append([])
                 left = most_rows
             fitting = left // sample_rows if sample_rows else len(rest)
-            shares[-1].append(BatchSlice(sequence, rest[:fitting], range(key_heads)))
+            shares[-1].append(BatchSlice(next(numbers), sequence, rest[:fitting], range(key_heads)))
             left -= len(rest[:fitting]) * sample_rows
             rest = rest[fitting:]
     return [share for share in shares if share]

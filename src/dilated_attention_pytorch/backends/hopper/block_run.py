@@ -9,94 +9,73 @@ from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
 from dilated_attention_pytorch.backends.gpu.buffers import lse_buffer, result_buffer
-from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, row_strides
+from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, Strides, row_strides
 from dilated_attention_pytorch.backends.gpu.statistics import RowStatistics
-from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, HopperConfig, configs
+from dilated_attention_pytorch.backends.hopper import persistent
+from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, configs
 from dilated_attention_pytorch.backends.hopper.kernels.block_dkv import block_dkv_kernel
 from dilated_attention_pytorch.backends.hopper.kernels.block_dq import block_dq_kernel
 from dilated_attention_pytorch.backends.hopper.kernels.block_forward import block_forward_kernel
-from dilated_attention_pytorch.backends.hopper.persistent import (
-    aligned,
-    constants,
-    launch_persistent,
-    nonzero_scale,
-    row_statistics,
-    scaled_query,
-)
-from dilated_attention_pytorch.backends.hopper.run import GradientInputs
+from dilated_attention_pytorch.backends.hopper.persistent import GradientInputs, aligned, nonzero_scale
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
 
 
-def _constants(problem: Problem, config: HopperConfig, head_dim: int) -> dict[str, Any]:
-    return {"BLOCK_SIZE": problem.blocks.block_size, "CAUSAL": problem.is_causal, **constants(config, head_dim)}
-
-
 def _launch(
-    kernel: Any,
-    table: BlockTable,
-    heads: int,
-    tensors: tuple[Tensor, ...],
-    numbers: tuple[float, ...],
-    fixed: dict[str, Any],
-) -> None:
-    """One launch over all blocks of 128 rows of all heads."""
-    rows = table.rows.shape[0]
-    items = rows * (fixed["BLOCK_SIZE"] // ITEM_ROWS) * heads
+    kernel: Any, problem: Problem, table: BlockTable, tensors: tuple[Tensor, ...], strides: Strides,
+    numbers: tuple[float, ...], constants: dict[str, Any],
+) -> None:  # fmt: skip
+    """One launch over all blocks of 128 rows of all heads that the result has."""
+    rows, size = table.rows.shape[0], problem.blocks.block_size
+    heads = problem.key_heads if kernel is block_dkv_kernel else problem.heads
+    items = rows * (size // ITEM_ROWS) * heads
     # A counter; in the forward also the items that each program has taken.
     taken = torch.zeros(1 + items, dtype=torch.int32, device=table.rows.device)
-    launch_persistent(kernel, items, (*tensors, *table.tensors, taken), (rows, items, *numbers), fixed)
+    constants = {"BLOCK_SIZE": size, "CAUSAL": problem.is_causal, **constants}
+    numbers = (rows, items, *row_strides(strides), *numbers)
+    persistent.launch_persistent(kernel, items, (*tensors, *table.tensors, taken), numbers, constants)
 
 
 def attend(
     problem: Problem, table: BlockTable, inputs: Inputs, scale: float, out: Tensor | None = None
 ) -> Results:  # fmt: skip
     """The attention over a table by query block."""
-    query, scale = scaled_query(inputs.query, scale)
-    read, config = tuple(map(aligned, (query, inputs.key, inputs.value))), configs(query.shape[-1]).forward
-    n, heads = query.shape[1:3]
-    out = result_buffer(query, table.covered) if out is None else out
-    lse = lse_buffer(query, table.covered)
-    numbers = (*row_strides(x.stride() for x in read), n, heads, problem.heads_per_key, scale * LOG2_E)
-    fixed = {"BLOCK_N": config.block, **_constants(problem, config, query.shape[-1])}
-    _launch(block_forward_kernel, table, heads, (*read, out, lse), numbers, fixed)
+    query, scale = persistent.scaled_query(inputs.query, scale)
+    query, key, value = aligned(query), aligned(inputs.key), aligned(inputs.value)
+    out, lse = result_buffer(query, table.covered) if out is None else out, lse_buffer(query, table.covered)
+    strides, config = (query.stride(), key.stride(), value.stride()), configs(query.shape[-1]).forward
+    numbers = problem.queries, problem.heads, problem.heads_per_key, scale * LOG2_E
+    constants = {"BLOCK_N": config.block, **persistent.constants(config, query.shape[-1])}
+    _launch(block_forward_kernel, problem, table, (query, key, value, out, lse), strides, numbers, constants)
     return Results(out, lse)
 
 
 def dq(
-    problem: Problem,
-    table: BlockTable,
-    read: GradientInputs,
-    statistics: RowStatistics,
-    scale: float,
+    problem: Problem, table: BlockTable, read: GradientInputs, statistics: RowStatistics, scale: float,
     result: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The gradient of the queries; the table is by query block."""
-    query = read.query
-    config, (n, heads) = configs(query.shape[-1]).dq, query.shape[1:3]
+    query, config = read.query, configs(read.query.shape[-1]).dq
     result = result_buffer(query, table.covered) if result is None else result
-    numbers = (*row_strides(read.strides), n, heads, problem.heads_per_key, scale * LOG2_E, scale)
-    fixed = {"BLOCK_N": config.block, **_constants(problem, config, query.shape[-1])}
-    _launch(block_dq_kernel, table, heads, (*read, statistics.lse, statistics.delta, result), numbers, fixed)
+    numbers = problem.queries, problem.heads, problem.heads_per_key, scale * LOG2_E, scale
+    constants = {"BLOCK_N": config.block, **persistent.constants(config, query.shape[-1])}
+    tensors = (*read, statistics.lse, statistics.delta, result)
+    _launch(block_dq_kernel, problem, table, tensors, read.strides, numbers, constants)
     return result
 
 
 def dkv(
-    problem: Problem,
-    table: BlockTable,
-    read: GradientInputs,
-    shifts: Tensor,
-    scale: float,
+    problem: Problem, table: BlockTable, read: GradientInputs, shifts: Tensor, scale: float,
     results: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of keys and values; the table is by key block."""
-    query, key, value, _ = read
-    config, (n, heads), (m, key_heads) = configs(query.shape[-1]).dkv, query.shape[1:3], key.shape[1:3]
+    key, value, config = read.key, read.value, configs(read.query.shape[-1]).dkv
     dk, dv = (result_buffer(key, table.covered), result_buffer(value, table.covered)) if results is None else results
-    sizes = n, m, heads, key_heads, problem.heads_per_key
-    numbers = (*row_strides(read.strides), *sizes, nonzero_scale(scale) * LOG2_E, scale)
-    fixed = {"BLOCK_M": config.block, "OVERLAP": config.overlap, **_constants(problem, config, query.shape[-1])}
-    _launch(block_dkv_kernel, table, key_heads, (*read, shifts, dk, dv), numbers, fixed)
+    sizes = problem.queries, problem.keys, problem.heads, problem.key_heads, problem.heads_per_key
+    numbers = (*sizes, nonzero_scale(scale) * LOG2_E, scale)
+    fixed = persistent.constants(config, read.query.shape[-1])
+    constants = {"BLOCK_M": config.block, "OVERLAP": config.overlap, **fixed}
+    _launch(block_dkv_kernel, problem, table, (*read, shifts, dk, dv), read.strides, numbers, constants)
     return dk, dv
 
 
@@ -107,20 +86,13 @@ def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | No
 
 
 def backward(
-    problem: Problem,
-    inputs: Inputs,
-    results: Results,
-    upstream: Upstream,
-    options: Options,
-    grads: Inputs | None = None,
+    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, grads: Inputs | None = None
 ) -> Inputs:
     """The gradients of a block-sparse problem, see ``TableBackend.backward``."""
     tables, scale = find_block_tables(problem, inputs.query.device, options.chosen), options.scale
     read = GradientInputs(*map(aligned, (*inputs, upstream.dout)))
-    statistics = row_statistics(results, upstream, scale)
+    statistics = persistent.row_statistics(results, upstream, scale)
     assert statistics.shifts is not None
     by_query, by_key = (None, None) if grads is None else (grads.query, (grads.key, grads.value))
-    return Inputs(
-        dq(problem, tables.for_queries(options.chosen), read, statistics, scale, by_query),
-        *dkv(problem, tables.for_keys(options.chosen), read, statistics.shifts, scale, by_key),
-    )
+    dquery = dq(problem, tables.for_queries(options.chosen), read, statistics, scale, by_query)
+    return Inputs(dquery, *dkv(problem, tables.for_keys(options.chosen), read, statistics.shifts, scale, by_key))

@@ -1,4 +1,7 @@
-"""Launches of persistent kernels: one program for each multiprocessor, with memory for the descriptors that it makes."""
+"""What the Hopper kernels over both kinds of tables share: launches of persistent programs, and their inputs.
+
+A persistent program stays on its multiprocessor and computes several items. It makes descriptors in memory of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextvars
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,6 +18,7 @@ from torch import Tensor
 from dilated_attention_pytorch.backends.gpu import statistics
 from dilated_attention_pytorch.backends.gpu.configs import padded
 from dilated_attention_pytorch.backends.gpu.launch import launch_one
+from dilated_attention_pytorch.backends.gpu.portable import Strides
 from dilated_attention_pytorch.backends.gpu.statistics import RowStatistics
 from dilated_attention_pytorch.backends.hopper.configs import HopperConfig
 from dilated_attention_pytorch.execute.loop import positive_scale
@@ -22,9 +26,23 @@ from dilated_attention_pytorch.values import Results, Upstream
 
 # Per thread at the start, without and with a third group of warps: 12 or 16 warps share 65,536. Groups then exchange some.
 START_REGISTERS = 168, 128
-# Of a program, for descriptors of 128 bytes. The joint kernel has two for each of five tensors and one for the sums of dq;
-# the forward has two for each of three tensors in each of two passes.
+# Of a program, for descriptors of 128 bytes. The joint kernel has two for each of five tensors and one for the sums of dq.
+# The forward has two for each of three tensors in each of two passes.
 _SCRATCH_BYTES = 1536
+
+
+class GradientInputs(NamedTuple):
+    """The tensors of rows that gradient kernels read."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dout: Tensor
+
+    @property
+    def strides(self) -> Strides:
+        """Of each tensor."""
+        return self.query.stride(), self.key.stride(), self.value.stride(), self.dout.stride()
 
 
 @lru_cache(maxsize=64)
@@ -64,14 +82,8 @@ def launch_persistent(
 
 def constants(config: HopperConfig, head_dim: int) -> dict[str, Any]:
     """The constants of all Hopper kernels."""
-    return {
-        "D": head_dim,
-        "BLOCK_D": padded(head_dim),
-        "STAGES": config.stages,
-        "HELD": config.held,
-        "num_warps": 4,
-        "maxnreg": START_REGISTERS[config.helpers],
-    }
+    fixed = {"D": head_dim, "BLOCK_D": padded(head_dim), "STAGES": config.stages, "HELD": config.held}
+    return fixed | {"num_warps": 4, "maxnreg": START_REGISTERS[config.helpers]}
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -6,42 +6,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.buffers import dkv_buffers, dq_buffers, forward_buffers
 from dilated_attention_pytorch.backends.gpu.configs import padded
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch
 from dilated_attention_pytorch.backends.gpu.launch_plan import Launch, LaunchPlan, find_launch_plan
-from dilated_attention_pytorch.backends.gpu.portable import (
-    LOG2_E,
-    SUM,
-    Strides,
-    TileOptions,
-    dkv_launches,
-    dq_launches,
-    forward_launches,
-    row_strides,
-)
+from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, SUM, Strides, TileOptions, row_strides
 from dilated_attention_pytorch.backends.gpu.statistics import RowStatistics
+from dilated_attention_pytorch.backends.hopper import persistent
 from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, HopperConfig, configs, joint_config
 from dilated_attention_pytorch.backends.hopper.kernels.common import PART_FACTS, in_fours
 from dilated_attention_pytorch.backends.hopper.kernels.dkv import dkv_kernel
 from dilated_attention_pytorch.backends.hopper.kernels.dq import dq_kernel
 from dilated_attention_pytorch.backends.hopper.kernels.forward import forward_kernel
 from dilated_attention_pytorch.backends.hopper.kernels.joint import joint_kernel
-from dilated_attention_pytorch.backends.hopper.persistent import (
-    aligned,
-    constants,
-    multiprocessors,
-    nonzero_scale,
-    row_statistics,
-    scaled_query,
-    with_scratch,
-)
+from dilated_attention_pytorch.backends.hopper.persistent import GradientInputs, aligned, nonzero_scale
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
 
@@ -50,20 +35,6 @@ LEAST_PARTIALS = 8
 
 # In turns launches that attend (True), and portable ones that only add partial results.
 _Launches = tuple[tuple[bool, tuple[KernelLaunch, ...]], ...]
-
-
-class GradientInputs(NamedTuple):
-    """The tensors of rows that gradient kernels read."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    dout: Tensor
-
-    @property
-    def strides(self) -> Strides:
-        """Of each."""
-        return self.query.stride(), self.key.stride(), self.value.stride(), self.dout.stride()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +54,15 @@ def stages(config: HopperConfig, head_dim: int, partials: int) -> int:
     return config.stages - -(-entry_bytes // block_bytes)
 
 
-def _table_constants(how: ItemOptions, one: Launch) -> dict[str, Any]:
+def _constants(how: ItemOptions, one: Launch) -> dict[str, Any]:
     # Few different numbers, so that few kernels are compiled.
     partials = max(LEAST_PARTIALS, triton.next_power_of_2(one.children)) if one.children else 0
     depth = stages(how.config, how.head_dim, partials)
-    return {**constants(how.config, how.head_dim), "STAGES": depth, "FINAL": one.final, "PARTS": partials}
+    # Launches that add partial results begin before the one before is done, and wait before they read them. The first launch
+    # of a share reads the results of other kernels, so it does not begin early.
+    early = one.children > 0 and not one.begins_share
+    own = {"STAGES": depth, "FINAL": one.final, "PARTS": partials, "launch_pdl": early}
+    return {**persistent.constants(how.config, how.head_dim), **own}
 
 
 def _launches(
@@ -100,128 +75,108 @@ def _launches(
 ) -> _Launches:
     """The launches that attend, and those that only add partial results, which are ``sums`` of the portable kernels."""
     launches: list[tuple[bool, KernelLaunch]] = []
-    portable = sums(plan, TileOptions(how.head_dim, how.strides, SUM, in_fours=in_fours(how.head_dim)))
-    for one, portable_launch in zip(plan.launches, portable, strict=True):
+    adding = sums(plan, TileOptions(how.head_dim, how.strides, SUM, in_fours=in_fours(how.head_dim)))
+    for one, portable_launch in zip(plan.launches, adding, strict=True):
         if not one.attends:
             launches.append((False, portable_launch))
             continue
         number = sum(attends for attends, _ in launches)
-        programs = min(one.programs, multiprocessors(one.table.device))
         counts = one.table.shape[0], one.programs, *((number,) if kernel is joint_kernel else ())
-        tables = one.table, plan.layout, plan.offsets
-        # Launches that add partial results begin before the one before is done, and wait before they read them. The first
-        # launch of a share reads the results of other kernels, so it does not begin early.
-        early = one.children > 0 and not one.begins_share
-        all_constants = {**mode, **_table_constants(how, one), "launch_pdl": early}
-        all_numbers = (*counts, *row_strides(how.strides), *numbers)
-        launches.append((True, KernelLaunch(kernel, programs, tables, all_numbers, all_constants)))
+        programs = min(one.programs, persistent.multiprocessors(one.table.device))
+        tables, all_numbers = (one.table, plan.layout, plan.offsets), (*counts, *row_strides(how.strides), *numbers)
+        launches.append((True, KernelLaunch(kernel, programs, tables, all_numbers, {**mode, **_constants(how, one)})))
     return tuple((attends, tuple(one for _, one in run)) for attends, run in groupby(launches, key=itemgetter(0)))
 
 
 def _heads(plan: LaunchPlan) -> tuple[int, ...]:
-    problem = plan.problem
-    return problem.heads, problem.key_heads, problem.heads_per_key, plan.bundles
+    return plan.problem.heads, plan.problem.key_heads, plan.problem.heads_per_key, plan.bundles
 
 
 def _forward_launches(plan: LaunchPlan, how: ItemOptions) -> _Launches:
     numbers = plan.problem.queries, *_heads(plan), how.scale * LOG2_E
-    return _launches(forward_kernel, forward_launches, plan, how, numbers, BLOCK_N=how.config.block)
+    return _launches(forward_kernel, portable.forward_launches, plan, how, numbers, BLOCK_N=how.config.block)
 
 
 def _dq_launches(plan: LaunchPlan, how: ItemOptions) -> _Launches:
     numbers = plan.problem.queries, *_heads(plan), how.scale * LOG2_E, how.scale
-    return _launches(dq_kernel, dq_launches, plan, how, numbers, BLOCK_N=how.config.block)
+    return _launches(dq_kernel, portable.dq_launches, plan, how, numbers, BLOCK_N=how.config.block)
 
 
-def _by_key_numbers(plan: LaunchPlan, scale: float) -> tuple[float, ...]:
-    return plan.problem.queries, plan.problem.keys, *_heads(plan), nonzero_scale(scale) * LOG2_E, scale
+def _by_key_launches(kernel: Any, plan: LaunchPlan, how: ItemOptions, **mode: Any) -> _Launches:
+    sizes = plan.problem.queries, plan.problem.keys, *_heads(plan)
+    numbers = (*sizes, nonzero_scale(how.scale) * LOG2_E, how.scale)
+    return _launches(kernel, portable.dkv_launches, plan, how, numbers, BLOCK_M=how.config.block, **mode)
 
 
 def _dkv_launches(plan: LaunchPlan, how: ItemOptions) -> _Launches:
-    numbers, config = _by_key_numbers(plan, how.scale), how.config
-    return _launches(dkv_kernel, dkv_launches, plan, how, numbers, BLOCK_M=config.block, OVERLAP=config.overlap)
+    return _by_key_launches(dkv_kernel, plan, how, OVERLAP=how.config.overlap)
 
 
 def _joint_launches(plan: LaunchPlan, how: ItemOptions) -> _Launches:
-    numbers = _by_key_numbers(plan, how.scale)
-    return _launches(joint_kernel, dkv_launches, plan, how, numbers, BLOCK_M=how.config.block)
+    return _by_key_launches(joint_kernel, plan, how)
 
 
 def _attending(launches: _Launches) -> tuple[KernelLaunch, ...]:
     return tuple(one for attends, run in launches if attends for one in run)
 
 
-def _launch(launches: _Launches, tensors: tuple[Tensor, ...], portable: tuple[Tensor, ...]) -> None:
-    """Launch all in order. Those that only add take ``portable``, of which they read no inputs."""
+def _launch(launches: _Launches, tensors: tuple[Tensor, ...], adding: tuple[Tensor, ...]) -> None:
+    """Launch all in order. Those that only add partial results take the tensors ``adding``, and read no inputs."""
 
     def in_order() -> None:
         for attends, run in launches:
-            launch(run, tensors if attends else portable)
+            launch(run, tensors if attends else adding)
 
-    with_scratch(in_order, sum(one.programs for one in _attending(launches)), tensors[0].device)
+    persistent.with_scratch(in_order, sum(one.programs for one in _attending(launches)), tensors[0].device)
 
 
 def _plan(problem: Problem, x: Tensor, *, by_keys: bool, separate: bool = False) -> LaunchPlan:
-    return find_launch_plan(
-        problem, block=ITEM_ROWS, by_keys=by_keys, head_dim=x.shape[-1], device=x.device, separate=separate
-    )  # fmt: skip
+    d, device = x.shape[-1], x.device
+    return find_launch_plan(problem, block=ITEM_ROWS, by_keys=by_keys, head_dim=d, device=device, separate=separate)
 
 
 def forward(
     problem: Problem, inputs: Inputs, options: Options, out: Tensor | None = None, config: HopperConfig | None = None
 ) -> Results:
     """The attention of a dilated problem, see ``TableBackend.forward``."""
-    query, scale = scaled_query(inputs.query, options.scale)
+    query, scale = persistent.scaled_query(inputs.query, options.scale)
     query, key, value = aligned(query), aligned(inputs.key), aligned(inputs.value)
-    plan = _plan(problem, query, by_keys=False)
+    plan, d = _plan(problem, query, by_keys=False), query.shape[-1]
     *partial, out, lse = forward_buffers(query, plan, out)
     strides = query.stride(), key.stride(), value.stride()
-    how = ItemOptions(query.shape[-1], strides, config or configs(query.shape[-1]).forward, scale)
+    how = ItemOptions(d, strides, config or configs(d).forward, scale)
     tensors = (query, key, value, *partial, out, lse)
     _launch(plan.once(_forward_launches, how), tensors, (*tensors, lse, lse))
     return Results(out, lse)
 
 
 def dq(
-    problem: Problem,
-    read: GradientInputs,
-    statistics: RowStatistics,
-    scale: float,
-    result: Tensor | None = None,
-    config: HopperConfig | None = None,
-) -> Tensor:
+    problem: Problem, read: GradientInputs, statistics: RowStatistics, scale: float,
+    result: Tensor | None = None, config: HopperConfig | None = None,
+) -> Tensor:  # fmt: skip
     """The gradient of the queries, written to ``result`` if that is given."""
     lse, delta, _ = statistics
-    plan, head_dim = _plan(problem, read.query, by_keys=False), read.query.shape[-1]
+    plan, d = _plan(problem, read.query, by_keys=False), read.query.shape[-1]
     tensors = (*read, lse, delta, *dq_buffers(read.query, plan, result))
-    how = ItemOptions(head_dim, read.strides, config or configs(head_dim).dq, scale)
+    how = ItemOptions(d, read.strides, config or configs(d).dq, scale)
     _launch(plan.once(_dq_launches, how), tensors, (*tensors, lse, lse))
     return tensors[-1]
 
 
 def dkv(
-    problem: Problem,
-    read: GradientInputs,
-    shifts: Tensor,
-    scale: float,
-    results: tuple[Tensor, Tensor] | None = None,
-    config: HopperConfig | None = None,
-) -> tuple[Tensor, Tensor]:
+    problem: Problem, read: GradientInputs, shifts: Tensor, scale: float,
+    results: tuple[Tensor, Tensor] | None = None, config: HopperConfig | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of keys and values, written to ``results`` if these are given."""
-    plan, head_dim = _plan(problem, read.query, by_keys=True), read.query.shape[-1]
+    plan, d = _plan(problem, read.query, by_keys=True), read.query.shape[-1]
     buffers = dkv_buffers(read.key, read.value, plan, results)
-    how = ItemOptions(head_dim, read.strides, config or configs(head_dim).dkv, scale)
+    how = ItemOptions(d, read.strides, config or configs(d).dkv, scale)
     _launch(plan.once(_dkv_launches, how), (*read, shifts, *buffers), (*read, shifts, shifts, *buffers, shifts, shifts))
     return buffers[-2:]
 
 
 def joint(
-    problem: Problem,
-    read: GradientInputs,
-    shifts: Tensor,
-    scale: float,
-    config: HopperConfig,
-    grads: Inputs | None = None,
+    problem: Problem, read: GradientInputs, shifts: Tensor, scale: float, config: HopperConfig, grads: Inputs | None = None
 ) -> Inputs:
     """All gradients by one kernel, written to ``grads`` if these are given."""
     query = read.query
@@ -243,21 +198,13 @@ def joint(
 
 
 def backward(
-    problem: Problem,
-    inputs: Inputs,
-    results: Results,
-    upstream: Upstream,
-    options: Options,
-    grads: Inputs | None = None,
+    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, grads: Inputs | None = None
 ) -> Inputs:
     """The gradients of a dilated problem, see ``TableBackend.backward``."""
-    statistics = row_statistics(results, upstream, options.scale)
-    read = GradientInputs(*map(aligned, (*inputs, upstream.dout)))
-    assert statistics.shifts is not None
+    statistics = persistent.row_statistics(results, upstream, options.scale)
+    read, shifts, scale = GradientInputs(*map(aligned, (*inputs, upstream.dout))), statistics.shifts, options.scale
+    assert shifts is not None
     if config := joint_config(problem, read.query.shape[-1]):
-        return joint(problem, read, statistics.shifts, options.scale, config, grads)
+        return joint(problem, read, shifts, scale, config, grads)
     by_query, by_key = (None, None) if grads is None else (grads.query, (grads.key, grads.value))
-    return Inputs(
-        dq(problem, read, statistics, options.scale, by_query),
-        *dkv(problem, read, statistics.shifts, options.scale, by_key),
-    )
+    return Inputs(dq(problem, read, statistics, scale, by_query), *dkv(problem, read, shifts, scale, by_key))

@@ -6,19 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
 from dilated_attention_pytorch.backends.gpu.buffers import lse_buffer, result_buffer
 from dilated_attention_pytorch.backends.gpu.configs import TritonConfig, TritonConfigs
 from dilated_attention_pytorch.backends.gpu.kernels.block_backward import block_dkv_kernel, block_dq_kernel
 from dilated_attention_pytorch.backends.gpu.kernels.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.gpu.launch import launch_one
-from dilated_attention_pytorch.backends.gpu.portable import (
-    LOG2_E,
-    exact_products,
-    keep_numbers,
-    row_strides,
-    tile_constants,
-)
+from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, row_strides
 from dilated_attention_pytorch.backends.gpu.statistics import row_statistics
 from dilated_attention_pytorch.backends.triton.configs import block_configs
 from dilated_attention_pytorch.backends.triton.run import capability
@@ -35,7 +30,7 @@ def _constants(problem: Problem, read: tuple[Tensor, ...], config: TritonConfig,
     query = read[0]
     step = max(*row_strides(x.stride() for x in read), *(x.shape[2] * x.shape[3] for x in read))
     mode = {"BLOCK_SIZE": problem.blocks.block_size, "CAUSAL": problem.is_causal, "DROPOUT": options.dropout is not None}
-    return tile_constants(query.shape[-1], exact_products(query), config, step) | mode
+    return portable.tile_constants(query.shape[-1], portable.exact_products(query), config, step) | mode
 
 
 def _launch(
@@ -51,36 +46,30 @@ def _launch(
     rows = table.rows.shape[0]
     if rows * programs:
         seed, p = (table.starts, 0.0) if options.dropout is None else (options.dropout.seed, options.dropout.p)
-        numbers = (rows, *numbers, *keep_numbers(p))
+        numbers = (rows, *numbers, *portable.keep_numbers(p))
         launch_one(kernel, rows * programs, (*tensors, *table.tensors, seed), numbers, constants)
 
 
 def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | None = None) -> Results:
     """The attention of a block-sparse problem, see ``TableBackend.forward``."""
-    query, block_size, scale = inputs.query, problem.blocks.block_size, options.scale
-    config, (n, heads) = _configs(query, block_size).forward, query.shape[1:3]
+    query, size, scale = inputs.query, problem.blocks.block_size, options.scale
+    config, (n, heads) = _configs(query, size).forward, query.shape[1:3]
     table = find_block_tables(problem, query.device, options.chosen).for_queries(options.chosen)
-    lse = lse_buffer(query, table.covered)
-    out = result_buffer(query, table.covered) if out is None else out
+    out, lse = result_buffer(query, table.covered) if out is None else out, lse_buffer(query, table.covered)
     strides = row_strides(x.stride() for x in inputs)
     numbers = (*strides, n, heads, problem.heads_per_key, abs(scale) * LOG2_E)
     constants = _constants(problem, inputs, config, options) | {"NEGATIVE": scale < 0}
-    programs = block_size // config.block_m * heads
+    programs = size // config.block_m * heads
     _launch(block_forward_kernel, table, programs, (*inputs, out, lse), numbers, constants, options)
     return Results(out, lse)
 
 
 def backward(
-    problem: Problem,
-    inputs: Inputs,
-    results: Results,
-    upstream: Upstream,
-    options: Options,
-    grads: Inputs | None = None,
+    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, grads: Inputs | None = None
 ) -> Inputs:
     """The gradients of a block-sparse problem, see ``TableBackend.backward``."""
-    (query, key, value), block_size, scale = inputs, problem.blocks.block_size, options.scale
-    configs, (n, heads), (m, key_heads) = _configs(query, block_size), query.shape[1:3], key.shape[1:3]
+    (query, key, value), size, scale = inputs, problem.blocks.block_size, options.scale
+    configs, (n, heads), (m, key_heads) = _configs(query, size), query.shape[1:3], key.shape[1:3]
     tables, read = find_block_tables(problem, query.device, options.chosen), (*inputs, upstream.dout)
     lse, delta, _ = row_statistics(results, upstream)
     tensors, strides = (*read, lse, delta), row_strides(x.stride() for x in read)
@@ -88,14 +77,14 @@ def backward(
 
     table = tables.for_queries(options.chosen)
     dq = result_buffer(query, table.covered) if grads is None else grads.query
-    constants, programs = _constants(problem, read, configs.dq, options), block_size // configs.dq.block_m * heads
     numbers: tuple[float, ...] = (*strides, n, heads, *factors)
+    constants, programs = _constants(problem, read, configs.dq, options), size // configs.dq.block_m * heads
     _launch(block_dq_kernel, table, programs, (*tensors, dq), numbers, constants, options)
 
     table = tables.for_keys(options.chosen)
     dk = result_buffer(key, table.covered) if grads is None else grads.key
     dv = result_buffer(value, table.covered) if grads is None else grads.value
-    constants, programs = _constants(problem, read, configs.dkv, options), block_size // configs.dkv.block_n * key_heads
     numbers = (*strides, n, m, heads, key_heads, *factors)
+    constants, programs = _constants(problem, read, configs.dkv, options), size // configs.dkv.block_n * key_heads
     _launch(block_dkv_kernel, table, programs, (*tensors, dk, dv), numbers, constants, options)
     return Inputs(dq, dk, dv)

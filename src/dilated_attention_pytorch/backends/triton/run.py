@@ -5,18 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.buffers import dkv_buffers, dq_buffers, forward_buffers
 from dilated_attention_pytorch.backends.gpu.configs import TritonConfig, TritonConfigs
 from dilated_attention_pytorch.backends.gpu.launch import launch
 from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
-from dilated_attention_pytorch.backends.gpu.portable import (
-    Strides,
-    TileOptions,
-    dkv_launches,
-    dq_launches,
-    exact_products,
-    forward_launches,
-)
+from dilated_attention_pytorch.backends.gpu.portable import Strides, TileOptions, exact_products
 from dilated_attention_pytorch.backends.gpu.statistics import row_statistics
 from dilated_attention_pytorch.backends.triton.configs import configs
 from dilated_attention_pytorch.plan.problem import Problem
@@ -48,23 +42,16 @@ def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | No
     """The attention of a dilated problem, see ``TableBackend.forward``."""
     query, key, value = inputs
     config = _configs(query).forward
-    plan = find_launch_plan(
-        problem, block=config.block_m, by_keys=False, head_dim=query.shape[-1], device=query.device
-    )  # fmt: skip
+    plan = find_launch_plan(problem, block=config.block_m, by_keys=False, head_dim=query.shape[-1], device=query.device)
     *partial, out, lse = forward_buffers(query, plan, out)
     how = _tile_options(query, (query.stride(), key.stride(), value.stride()), config, options)
     tensors = (query, key, value, *partial, out, lse, *_seed_and_positions(options, lse))
-    launch(plan.once(forward_launches, how), tensors)
+    launch(plan.once(portable.forward_launches, how), tensors)
     return Results(out, lse)
 
 
 def backward(
-    problem: Problem,
-    inputs: Inputs,
-    results: Results,
-    upstream: Upstream,
-    options: Options,
-    grads: Inputs | None = None,
+    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, grads: Inputs | None = None
 ) -> Inputs:
     """The gradients of a dilated problem, see ``TableBackend.backward``."""
     (query, key, value), dout = inputs, upstream.dout
@@ -78,14 +65,14 @@ def backward(
         plan = find_launch_plan(problem, block=chosen.dq.block_m, by_keys=False, head_dim=d, device=device)
         buffers = dq_buffers(query, plan, None if grads is None else grads.query)
         how = _tile_options(query, strides, chosen.dq, options)
-        launch(plan.once(dq_launches, how), (*read, *buffers, *optional))
+        launch(plan.once(portable.dq_launches, how), (*read, *buffers, *optional))
         return buffers[-1]
 
     def by_key() -> tuple[Tensor, ...]:
         plan = find_launch_plan(problem, block=chosen.dkv.block_n, by_keys=True, head_dim=d, device=device)
         buffers = dkv_buffers(key, value, plan, None if grads is None else (grads.key, grads.value))
         how = _tile_options(query, strides, chosen.dkv, options)
-        launch(plan.once(dkv_launches, how), (*read, *buffers, *optional))
+        launch(plan.once(portable.dkv_launches, how), (*read, *buffers, *optional))
         return buffers[-2:]
 
     # One after the other: the partial results of dq are freed before those of dk and dv are allocated.
