@@ -260,16 +260,16 @@ def test_mistakes_are_found():
 )
 def test_shares_have_the_same_bits(pattern, batch, options, at_once, install, monkeypatch):
     """Parts of one share of samples or heads after the other, in the same memory."""
-    from dilated_attention_pytorch.backends.gpu import tables
+    from dilated_attention_pytorch.backends.gpu import launch_plan
 
     install(at_once=at_once)
     options = {name: torch.tensor(x) if isinstance(x, tuple) else x for name, x in options.items()}
     x = tensors(180, 180, 64, batch=batch, heads=4, key_heads=2)
     together = results(ours(pattern, **options), *x)
     made = []
-    for_share = tables.shares_of
-    monkeypatch.setattr(tables, "shares_of", lambda *sizes: made.append(for_share(*sizes)) or made[-1])
-    monkeypatch.setattr(tables, "PART_NUMBERS", 64)
+    for_share = launch_plan.shares_of
+    monkeypatch.setattr(launch_plan, "shares_of", lambda *sizes: made.append(for_share(*sizes)) or made[-1])
+    monkeypatch.setattr(launch_plan, "PARTIAL_ELEMENTS", 64)
     for name, a, b in zip(NAMES, results(ours(pattern, **options), *x), together, strict=True):
         assert torch.equal(a, b), name
     assert {len(shares) for shares in made} == {4 if "cu_seqlens" in options else 2 * batch}

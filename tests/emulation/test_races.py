@@ -102,7 +102,7 @@ def test_copies_products_and_fences():
 
 # What is wrong: module and function of the kernels, what it calls, what stands for that, and whether in the backward.
 MISTAKES = {
-    "keys are loaded over those in use": ("pieces", "load_keys", "mbarrier", "no waits", False),
+    "keys are loaded over those in use": ("common", "load_keys", "mbarrier", "no waits", False),
     "keys are used before they are there": ("softmax", "attend_item", "mbarrier", "no waits", False),
     "facts are read before they are there": ("forward", "_produce_pass", "mbarrier", "no waits", False),
     "keys are given back too early": ("products", "wait_scores", "warpgroup_mma_wait", "no wait for products", False),
@@ -147,7 +147,7 @@ def test_mistakes_in_the_kernels_are_found(module, function, replaced, by, backw
     inputs = [torch.randn(1, 520, 1, 64).requires_grad_() for _ in range(3)]
     call = lambda: attention(*inputs, Dilated([520], [1]), backend="hopper")  # noqa: E731
     out = call() if backward else None
-    source = importlib.import_module(f"dilated_attention_pytorch.backends.hopper.{module}")
+    source = importlib.import_module(f"dilated_attention_pytorch.backends.hopper.kernels.{module}")
     monkeypatch.setitem(gluon_on_cpu.on_cpu(getattr(source, function)).__globals__, replaced, replacement(by))
     # By whichever thread comes first. A barrier that is passed too early may also be one that is arrived at too often.
     found = "read before|may still be|at the same time|no fence|nobody waited|more arrivals"

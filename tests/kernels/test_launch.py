@@ -15,9 +15,10 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.backends.gpu import launch as launching
-from dilated_attention_pytorch.backends.gpu import tables
-from dilated_attention_pytorch.backends.gpu.launch import Call, launch, launch_one
-from dilated_attention_pytorch.backends.gpu.tables import work
+from dilated_attention_pytorch.backends.gpu import lifetime
+from dilated_attention_pytorch.backends.gpu.columns import FAMILY_COLUMNS
+from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch, launch_one
+from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
 from dilated_attention_pytorch.plan.problem import Problem
 
 
@@ -58,10 +59,21 @@ def test_later_calls_go_to_what_the_first_compiled():
     assert kernel.called == [(1, (3, 1, 1), (x[4:].data_ptr(), 32, 0.5, 32, True))]
 
 
+def test_launches_are_kept_up_to_a_number(monkeypatch):
+    kernel, x = Kernel(), torch.zeros(64)
+    monkeypatch.setattr(launching, "launch_cache", launching._LaunchCache(maxsize=2))
+    for programs in (1, 2, 3, 3, 2, 1):  # the third takes the room of the first
+        launch_one(kernel, programs, (x,), (32, 0.5), {"FLAG": True, "BLOCK": 32})
+        assert len(launching.launch_cache) <= 2
+    assert [grid for grid, *_ in kernel.compiled] == [(1,), (2,), (3,), (1,)]
+    launching.launch_cache.cache_clear()
+    assert len(launching.launch_cache) == 0
+
+
 def test_calls_over_tables_go_over_the_same_tensors():
     kernel, x, tables = Kernel(), torch.zeros(64), torch.zeros(2, 64)
     kernel.arg_names = ("X", "TABLE", "n", "BLOCK")
-    calls = [Call(kernel, 3 + i, (tables[i],), (7,), {"BLOCK": 32}) for i in range(2)]
+    calls = [KernelLaunch(kernel, 3 + i, (tables[i],), (7,), {"BLOCK": 32}) for i in range(2)]
     launch(calls, (x,))
     assert [(grid, [y.data_ptr() for y in values[:2]]) for grid, values, _ in kernel.compiled] == [
         ((3 + i,), [x.data_ptr(), tables[i].data_ptr()]) for i in range(2)
@@ -96,7 +108,7 @@ def test_launches_have_scratch_memory_of_their_own(monkeypatch):
     """Programs of the next launch begin before the last of this one are done."""
     import triton
 
-    from dilated_attention_pytorch.backends.hopper import run as hopper
+    from dilated_attention_pytorch.backends.hopper import persistent
 
     taken: list[tuple[int, int]] = []
     memory: list[weakref.ref] = []
@@ -119,7 +131,7 @@ def test_launches_have_scratch_memory_of_their_own(monkeypatch):
     allocator: list = []
     monkeypatch.setattr(torch, "empty", noted)
     monkeypatch.setattr(triton, "set_allocator", allocator.append)
-    hopper.with_scratch(launches, 3 + 132 + 1 + 132, torch.device("cpu"))
+    persistent.with_scratch(launches, 3 + 132 + 1 + 132, torch.device("cpu"))
     assert len(memory) == 1
     assert all(end <= begin for (_, end), (begin, _) in pairwise(sorted(taken)))
 
@@ -137,7 +149,7 @@ def test_kernels_are_launched_on_the_stream_of_their_tensors(monkeypatch):
     kernel, x = Kernel(), OnSecondGpu()
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: f"stream of {index}"))
     monkeypatch.setattr(launching, "driver", streams)
-    call = Call(kernel, 3, (), (32, 0.5), {"FLAG": True, "BLOCK": 32})
+    call = KernelLaunch(kernel, 3, (), (32, 0.5), {"FLAG": True, "BLOCK": 32})
     launch((call,), (x,))
     launch((call,), (x,))
     assert kernel.streams == ["stream of 1"]
@@ -150,33 +162,36 @@ def test_kernels_are_launched_on_the_stream_of_their_tensors(monkeypatch):
 @pytest.mark.parametrize("queries", [200, 7])
 def test_arguments_of_calls_have_the_places_of_parameters(package, which, queries, monkeypatch):
     """By the names that kernels give them. With 7 queries, parts of dk and dv are added up at the end."""
+    from dilated_attention_pytorch.backends.gpu import portable
+    from dilated_attention_pytorch.backends.hopper import persistent
     from dilated_attention_pytorch.backends.hopper import run as hopper
-    from dilated_attention_pytorch.backends.triton import run as portable
 
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(persistent, "multiprocessors", lambda device: 132)
     problem = Problem(Dilated([64, 128], [1, 2]), False, 2, queries, 200, 6, 3, None, None)
-    todo = work(problem, block=64, by_keys=which in ("dkv", "joint"), head_dim=64, device=torch.device("cpu"))
+    by_keys, device = which in ("dkv", "joint"), torch.device("cpu")
+    plan = find_launch_plan(problem, block=64, by_keys=by_keys, head_dim=64, device=device)
     read = ("q", "k", "v") if which == "forward" else ("q", "k", "v", "dout")
     strides = tuple((1000 * i + 3, 1000 * i + 2, 1000 * i + 1, 1) for i in range(1, len(read) + 1))
     if package == "hopper":
-        calls = dict(getattr(hopper, f"_{which}_calls")(todo, 64, strides, 0.25, hopper.configs(64).dq))
+        how = hopper.ItemOptions(64, strides, hopper.configs(64).dq, 0.25)
+        calls = dict(getattr(hopper, f"_{which}_launches")(plan, how))
         attend, add_parts = calls[True], calls.get(False, ())
     else:
-        how = portable.Tiles(64, strides, portable.SUM, scale=0.25)
-        attend, add_parts = (), getattr(portable, f"{which}_calls")(todo, how)
-    assert len(attend) + len(add_parts) == len(todo.launches)
+        how = portable.TileOptions(64, strides, portable.SUM, scale=0.25)
+        attend, add_parts = (), getattr(portable, f"{which}_launches")(plan, how)
+    assert len(attend) + len(add_parts) == len(plan.launches)
     # The first reads what other kernels wrote: it begins when these are done. The others begin earlier.
     assert [call.constants["launch_pdl"] for call in attend] == [i > 0 for i in range(len(attend))]
-    expected = {"N": queries, "M": 200, "H": 6, "G": 3, "group": 2, "parts": todo.groups, "q_shift": 200 - queries}
+    expected = {"N": queries, "M": 200, "H": 6, "G": 3, "group": 2, "parts": plan.bundles, "q_shift": 200 - queries}
     for name, each in zip(read, strides, strict=True):
         expected |= {f"{name}_stride_{axis}": stride for axis, stride in zip("bnh", each, strict=False)}
-    for call, one in zip((*attend, *add_parts), todo.launches, strict=True):
+    for call, one in zip((*attend, *add_parts), plan.launches, strict=True):
         names, arguments = call.kernel.arg_names, (*call.tables, *call.numbers)
         first = names.index("TABLE")
         bound = dict(zip(names[first:], arguments, strict=False))
         assert bound["TABLE"] is one.table
-        assert bound["LAYOUT"] is todo.layout
-        assert bound["OFFSETS"] is todo.offsets
+        assert bound["LAYOUT"] is plan.layout
+        assert bound["OFFSETS"] is plan.offsets
         numbers = expected | {"families": len(one.table), "items": one.programs}
         if "number" in names:
             numbers["number"] = attend.index(call)
@@ -206,13 +221,13 @@ def test_tables_are_kept_for_the_gpu_that_reads_them(capturing, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     captured: list[object] = []
-    monkeypatch.setattr(tables, "_CAPTURED", captured)
+    monkeypatch.setattr(lifetime, "_CAPTURED", captured)
     owner, kept = object(), [OnGpu(torch.device("cuda", 0)) for _ in range(2)]
     for _ in range(2):
-        tables.keep_for_device(owner, (kept[0], torch.empty(3, device="meta"), torch.empty(3), kept[1]))
+        lifetime.keep_for_device(owner, (kept[0], torch.empty(3, device="meta"), torch.empty(3), kept[1]))
     assert [x.streams for x in kept] == [["stream of cuda:0"] * 2] * 2
     assert captured == ([owner] if capturing else [])
-    tables.keep_for_device(object(), (torch.empty(3),))
+    lifetime.keep_for_device(object(), (torch.empty(3),))
     assert captured == ([owner] if capturing else [])
 
 
@@ -220,9 +235,10 @@ def test_launches_of_one_branch_each():
     """Rates 4 and 6 are of one level: their tiles have the same rows of queries."""
     problem = Problem(Dilated([64, 128, 240], [1, 4, 6]), False, 2, 480, 480, 6, 3, None, None)
     together, apart = (
-        work(problem, block=64, by_keys=True, head_dim=64, device=torch.device("cpu"), apart=x) for x in (False, True)
+        find_launch_plan(problem, block=64, by_keys=True, head_dim=64, device=torch.device("cpu"), separate=x)
+        for x in (False, True)
     )
-    branches = tables.COLUMNS.index("branch")
+    branches = FAMILY_COLUMNS.index("branch")
     assert [set(one.table[:, branches].tolist()) for one in together.launches] == [{1, 2}, {0}]
     assert [set(one.table[:, branches].tolist()) for one in apart.launches] == [{2}, {1}, {0}]
     assert sum(one.programs for one in apart.launches) == sum(one.programs for one in together.launches)

@@ -14,7 +14,7 @@ import pytest
 import dilated_attention_pytorch.backends
 
 BACKENDS = Path(dilated_attention_pytorch.backends.__file__).parent
-SOURCES = sorted(path for name in ("hopper", "triton") for path in (BACKENDS / name).glob("*.py"))
+SOURCES = sorted(path for name in ("gpu", "hopper") for path in (BACKENDS / name / "kernels").glob("*.py"))
 
 
 class Values(ast.NodeVisitor):
@@ -82,7 +82,7 @@ def lost_values(source):
     return values.lost
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parents[1].name}/{path.stem}")
 def test_loops_carry_what_they_assign(path):
     assert lost_values(path.read_text()) == []
 

@@ -136,19 +136,19 @@ def test_same_as_the_reference(options, mixing):
 @pytest.mark.parametrize("rates", [[1, 3], [2, 4]])
 def test_bit_for_bit(rates, monkeypatch):
     """One head of a sample after the other has the bits of all at once."""
-    from dilated_attention_pytorch.backends.gpu import tables
+    from dilated_attention_pytorch.backends.gpu import launch_plan
 
     tensors, pattern = inputs(2, 70, 70, 4, 2, 16), Dilated([24, 64], rates)
     dout, dlse = torch.randn_like(tensors[0]), torch.randn(2, 4, 70, device=DEVICE)
     call = lambda *x: attention(*x, pattern, is_causal=True, backend="triton", return_lse=True)  # noqa: E731
     at_once = results(call, tensors, dout, dlse)
-    monkeypatch.setattr(tables, "PART_NUMBERS", 16)
+    monkeypatch.setattr(launch_plan, "PARTIAL_ELEMENTS", 16)
     assert all(map(torch.equal, at_once, results(call, tensors, dout, dlse)))
 
 
 def test_division_by_an_inverse():
     """As kernels do it, for numbers below 2**31: at multiples, just below them, and at the end."""
-    from dilated_attention_pytorch.backends.gpu.tables import inverse
+    from dilated_attention_pytorch.backends.gpu.launch_plan import inverse
 
     for divisor in [*range(1, 300), 5792, 2**16 - 1, 2**16 + 1, 185363, 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1]:
         factor, shift = inverse(divisor) % 2**32, inverse(divisor) >> 32
@@ -170,18 +170,19 @@ def test_every_row_has_one_writer_and_every_part_one_reader(
     n, m, lengths, causal, rates, by_keys, lengths_w, least_shares, monkeypatch
 ):
     """The tables alone: no two tiles write one row, and each part is read once, after it was written, where it lies."""
-    from dilated_attention_pytorch.backends.gpu import tables
+    from dilated_attention_pytorch.backends.gpu import launch_plan
+    from dilated_attention_pytorch.backends.gpu.columns import FAMILY_COLUMNS
     from dilated_attention_pytorch.plan.problem import Problem
 
     problem = Problem(Dilated(lengths_w, rates), causal, 2, n, m, 3, 3, lengths, None)
     options = {"block": 32, "by_keys": by_keys, "head_dim": 64, "device": torch.device("cpu")}
-    all_rows = tables.work(problem, **options).part_rows
+    all_rows = launch_plan.find_launch_plan(problem, **options).partial_rows
     most_rows = -(-all_rows // least_shares)
-    monkeypatch.setattr(tables, "PART_NUMBERS", most_rows * 64)
-    todo = tables.work(problem, **options)
-    begins = [i for i, launch in enumerate(todo.launches) if launch.begins_share]
-    shares = [todo.launches[i:j] for i, j in pairwise([*begins, None])]
-    assert todo.part_rows <= most_rows or n != m
+    monkeypatch.setattr(launch_plan, "PARTIAL_ELEMENTS", most_rows * 64)
+    plan = launch_plan.find_launch_plan(problem, **options)
+    begins = [i for i, launch in enumerate(plan.launches) if launch.begins_share]
+    shares = [plan.launches[i:j] for i, j in pairwise([*begins, None])]
+    assert plan.partial_rows <= most_rows or n != m
     assert (len(shares) > 1) == (n == m and least_shares > 1)
     if lengths is None and n == m:
         assert len(shares) == {1: 1, 2: 2, 3: 4}[least_shares]  # samples, then heads
@@ -191,8 +192,8 @@ def test_every_row_has_one_writer_and_every_part_one_reader(
         """Row of the table, sample, head, row of the tensor, place in the parts."""
         ends = [*launch.table[1:, 0].tolist(), launch.programs]
         for columns, end in zip(launch.table.tolist(), ends, strict=True):
-            c = dict(zip(tables.COLUMNS, columns, strict=True))
-            blocks = -(-c[f"{side}_rows"] // (32 if launch.attends else tables.SUM_ROWS))
+            c = dict(zip(FAMILY_COLUMNS, columns, strict=True))
+            blocks = -(-c[f"{side}_rows"] // (32 if launch.attends else launch_plan.SUM_ROWS))
             samples, rest = divmod(end - c["first_program"], blocks * c["tiles"] * c["heads"])
             assert rest == 0
             for b in range(samples):
@@ -203,7 +204,7 @@ def test_every_row_has_one_writer_and_every_part_one_reader(
                         segment = (b * 3 + g) * c["segments"] + c["own_segment"] + t
                         for x in range(c[f"{side}_rows"]):
                             assert launch.final or 0 <= c["own_number"] + x < c["capacity"]
-                            place = c["part_base"] + segment * c["capacity"] + c["own_number"] + x
+                            place = c["partial_base"] + segment * c["capacity"] + c["own_number"] + x
                             yield c, b, g, start + x * c["row_stride"], place
 
     results = []
@@ -214,24 +215,24 @@ def test_every_row_has_one_writer_and_every_part_one_reader(
             for c, b, g, row, place in rows(launch):
                 i = row + c["to_position"]
                 for child in range(c["first_child"], c["first_child"] + c["children"]):
-                    entry = todo.layout[c["piece"] * todo.groups + child].tolist()
+                    entry = plan.layout[c["batch_slice"] * plan.bundles + child].tolist()
                     base, segments, capacity, w, r, segment, low, *_ = entry
-                    number, rest = divmod(i % w - int(todo.offsets[child, g]), r)
+                    number, rest = divmod(i % w - int(plan.offsets[child, g]), r)
                     if number >= 0 and rest == 0:
                         source = base + ((b * 3 + g) * segments + i // w - segment) * capacity + number - low
-                        assert source in parts or not todo.complete
+                        assert source in parts or not plan.complete
                         if source in parts:
-                            assert parts[source] == (c["piece"], b, g, i)
+                            assert parts[source] == (c["batch_slice"], b, g, i)
                             read.append(source)
                 if launch.final:
                     results.append((c["first_sample"] + b, g, row))
                 else:
                     assert place not in written
                     assert place not in parts
-                    written[place] = (c["piece"], b, g, i)
+                    written[place] = (c["batch_slice"], b, g, i)
             parts |= written
         assert sorted(read) == sorted(parts)
-        assert all(0 <= place < todo.part_rows for place in parts)
+        assert all(0 <= place < plan.partial_rows for place in parts)
     assert len(set(results)) == len(results)
     assert all(0 <= row < total for _, _, row in results)
     if n == m:
@@ -239,82 +240,83 @@ def test_every_row_has_one_writer_and_every_part_one_reader(
 
 
 def test_a_denser_branch_adds_the_parts_of_the_sparser_ones_it_covers():
-    from dilated_attention_pytorch.backends.gpu.tables import COLUMNS, work
-
+    from dilated_attention_pytorch.backends.gpu.columns import FAMILY_COLUMNS
+    from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
     from dilated_attention_pytorch.plan.problem import Problem
 
     pattern = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
     problem = Problem(pattern, False, 1, 2**16, 2**16, 12, 12, None, None)
-    todo = work(problem, block=128, by_keys=False, head_dim=64, device=torch.device("cpu"))
-    rates = [sorted({row[COLUMNS.index("row_stride")] for row in launch.table.tolist()}) for launch in todo.launches]
+    plan = find_launch_plan(problem, block=128, by_keys=False, head_dim=64, device=torch.device("cpu"))
+    rates = [sorted({row[FAMILY_COLUMNS.index("row_stride")] for row in launch.table.tolist()}) for launch in plan.launches]
     # 16384 is no multiple of 6 and 32768 none of 12: rows have other rests by 6 and by 12 in every segment. But segments
     # begin at even rows, and at multiples of 4: 6 is added to 2, and 12 to 4.
     assert rates == [[6, 12], [4], [2], [1]]
-    assert [launch.children for launch in todo.launches] == [0, 1, 2, 1]
+    assert [launch.children for launch in plan.launches] == [0, 1, 2, 1]
 
 
 def test_a_branch_that_misses_rows_of_a_sparser_one_does_not_add_its_parts():
-    from dilated_attention_pytorch.backends.gpu.tables import work
-
+    from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
     from dilated_attention_pytorch.plan.problem import Problem
 
     for lengths, rates in (([16, 30, 45], [1, 2, 4]), ([16, 15, 32], [1, 2, 4]), ([16, 32, 32], [1, 2, 3])):
         problem = Problem(Dilated(lengths, rates), False, 1, 256, 256, 4, 4, None, None)
-        todo = work(problem, block=128, by_keys=False, head_dim=64, device=torch.device("cpu"))
-        assert [launch.children for launch in todo.launches] == [0, 2]
+        plan = find_launch_plan(problem, block=128, by_keys=False, head_dim=64, device=torch.device("cpu"))
+        assert [launch.children for launch in plan.launches] == [0, 2]
 
 
 def test_a_single_branch_adds_no_parts():
     """Hopper kernels are compiled without the code that looks for parts."""
-    from dilated_attention_pytorch.backends.gpu.tables import work
-
+    from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
     from dilated_attention_pytorch.plan.problem import Problem
 
     problem = Problem(Dilated([64], [1]), False, 1, 128, 128, 4, 4, None, None)
-    todo = work(problem, block=128, by_keys=False, head_dim=64, device=torch.device("cpu"))
-    assert todo.groups == 0
-    assert [launch.children for launch in todo.launches] == [0]
+    plan = find_launch_plan(problem, block=128, by_keys=False, head_dim=64, device=torch.device("cpu"))
+    assert plan.bundles == 0
+    assert [launch.children for launch in plan.launches] == [0]
 
 
 def test_parts_of_a_decoding_step_do_not_grow_with_the_sequence():
-    from dilated_attention_pytorch.backends.gpu.tables import work
-
+    from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
     from dilated_attention_pytorch.plan.problem import Problem
 
     pattern = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
     for keys in (10**5, 10**6):
         problem = Problem(pattern, True, 1, 1, keys, 32, 32, None, None)
-        assert work(problem, block=64, by_keys=False, head_dim=64, device=torch.device("cpu")).part_rows <= 2 * 10 * 32
+        plan = find_launch_plan(problem, block=64, by_keys=False, head_dim=64, device=torch.device("cpu"))
+        assert plan.partial_rows <= 2 * 10 * 32
 
 
 def test_rows_further_apart_than_32_bits_reach(monkeypatch):
     """A storage of 2**31 elements is too much for a test; the same kernel with 64-bit offsets on a small one is not."""
-    from dilated_attention_pytorch.backends.gpu import tables
-    from dilated_attention_pytorch.backends.triton import run
+    from dilated_attention_pytorch.backends.gpu import launch_plan, portable
 
     tensors = inputs(1, 70, 70, 2, 1, 16)
     pattern = Dilated([24, 64], [1, 3])
     narrow = attention(*tensors, pattern, backend="triton")
-    made, original = [], run.tile_constants
+    made, original = [], portable.tile_constants
 
     def wide(*arguments):
         made.append(original(*arguments) | {"WIDE": True})
         return made[-1]
 
-    monkeypatch.setattr(run, "tile_constants", wide)
-    tables._work.cache_clear()  # with the calls that were made
+    monkeypatch.setattr(portable, "tile_constants", wide)
+    launch_plan._launch_plan.cache_clear()  # with the calls that were made
     out = attention(*tensors, pattern, backend="triton")
     assert torch.equal(out, narrow)
     torch.autograd.grad(out.sum(), tensors)
     assert made
-    tables._work.cache_clear()
+    launch_plan._launch_plan.cache_clear()
 
 
-def test_tables_and_kernels_agree_on_columns():
-    from dilated_attention_pytorch.backends.gpu import tables
-    from dilated_attention_pytorch.backends.gpu.kernels import primitives
+def test_kernels_know_columns_by_their_names():
+    from dilated_attention_pytorch.backends.gpu import columns
+    from dilated_attention_pytorch.backends.gpu.kernels import columns as kernel_columns
 
-    assert len(tables.COLUMNS) == primitives.COLUMNS.value
+    for prefix in ("FAMILY", "LAYOUT", "BLOCK"):
+        names = getattr(columns, f"{prefix}_COLUMNS")
+        assert getattr(kernel_columns, f"{prefix}_WIDTH").value == len(names)
+        found = [getattr(kernel_columns, f"{prefix}_{name.upper()}").value for name in names]
+        assert found == list(range(len(names)))
 
 
 def test_refusals():
@@ -328,13 +330,14 @@ def test_refusals():
 
 def test_shifts_are_sums_of_three():
     """-lse / scale and -delta of every row, each in three of eight columns, to the precision of float32."""
-    from dilated_attention_pytorch.backends.triton.run import launch_delta
+    from dilated_attention_pytorch.backends.gpu.statistics import row_statistics
+    from dilated_attention_pytorch.values import Results, Upstream
 
     dout, out = (torch.randn(2, 70, 3, 16, device=DEVICE) for _ in range(2))
     lse = torch.randn(2, 3, 70, device=DEVICE) * 10
     lse[0, 0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan], device=DEVICE)
     shifts = torch.full((2, 3, 70, 16), 7.0, dtype=torch.bfloat16, device=DEVICE)
-    delta = launch_delta(dout, out, None, lse, shifts.view(torch.int32), 1 / 0.125)
+    delta = row_statistics(Results(out, lse), Upstream(dout, None), shifts, 1 / 0.125).delta
     exact = torch.stack([-lse.double() / 0.125, -delta.double()], -1)
     pieces = shifts.double().unflatten(-1, (2, 8))
     assert not pieces[..., 3:].any()

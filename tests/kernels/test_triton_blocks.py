@@ -10,12 +10,15 @@ import re
 
 import pytest
 import torch
-from dilated_attention_pytorch.blocks import call as block_call
-from dilated_attention_pytorch.blocks import ops as block_ops
 
 import block_oracle
 from block_cases import OPTIONS, assert_same, random_inputs, with_grads
 from dilated_attention_pytorch import BlockSparse, SparsePatternConfig, attention
+from dilated_attention_pytorch.backends.gpu import block_tables
+from dilated_attention_pytorch.backends.gpu.block_tables import find_block_tables
+from dilated_attention_pytorch.call import make_call
+from dilated_attention_pytorch.operators import problem_and_options
+from dilated_attention_pytorch.plan.lists import lists_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,12 +196,12 @@ def test_bit_for_bit():
 
 def test_rows_further_apart_than_32_bits_reach(monkeypatch):
     """As in test_triton.py: 64-bit offsets on a small tensor."""
-    from dilated_attention_pytorch.backends.triton import block_run
+    from dilated_attention_pytorch.backends.gpu import portable
 
     tensors, pattern = inputs(1, 40, 40, 1, 1, 16), BlockSparse.custom(torch.ones(2, 2).bool(), block_size=32)
     narrow = attention(*tensors, pattern, backend="triton")
-    original = block_run.tile_constants
-    monkeypatch.setattr(block_run, "tile_constants", lambda *x: original(*x) | {"WIDE": True})
+    original = portable.tile_constants
+    monkeypatch.setattr(portable, "tile_constants", lambda *x: original(*x) | {"WIDE": True})
     out = attention(*tensors, pattern, backend="triton")
     assert torch.equal(out, narrow)
     torch.autograd.grad(out.sum(), tensors)
@@ -221,11 +224,12 @@ def test_tables(case):
         pattern = BlockSparse.custom(random_mask(2, 7, 7), block_size=16)
     lengths = torch.tensor([100, 0, 33]) if case in ("lengths", "adaptive", "mask") else None
     cu_seqlens = torch.tensor([0, 40, 40, 81, 100]) if case == "cu_seqlens" else None
-    arguments = block_call.list_arguments(q, k, pattern, lengths, cu_seqlens, True, 0.3)
-    by_query, by_key = block_ops.block_tables(q, k, *arguments)
-    by_key = by_key()
+    call, _ = make_call(q, k, k, pattern, is_causal=True, scale=0.3, lengths=lengths, cu_seqlens=cu_seqlens)
+    problem, options = problem_and_options(call, q, k)
+    tables = find_block_tables(problem, q.device, options.chosen)
+    by_query, by_key = tables.for_queries(options.chosen), tables.for_keys(options.chosen)
     expected = set()
-    for span, lists in block_ops.block_lists(q, k, *arguments):
+    for span, lists in lists_of(problem, options.chosen, q.device):
         for s in range(span.samples.start, span.samples.stop):
             mask = lists.of_samples(slice(s - span.samples.start, s - span.samples.start + 1)).mask().expand(1, 2, -1, -1)
             for _, h, i, j in mask.nonzero().tolist():
@@ -244,7 +248,7 @@ def test_tables(case):
         assert all(x == sorted(x) for x in (entries(table, r, h) for r in table.rows for h in (0, 1)))
 
 
-def test_tables_are_made_once():
+def test_tables_are_made_once(monkeypatch):
     """For a rule and for a mask; for an adaptive pattern all but what depends on the content."""
     patterns = [
         BlockSparse.from_config(SparsePatternConfig("local_window", 0.5, block_size=32)),
@@ -252,21 +256,15 @@ def test_tables_are_made_once():
         BlockSparse.custom(torch.ones(1, 1).bool(), block_size=32),
     ]
     tensors = inputs(1, 20, 20, 1, 1, 16)
+    transposed = block_tables.transposed_entries
+    monkeypatch.setattr(block_tables, "transposed_entries", lambda *x: transpositions.append(x) or transposed(*x))
     for pattern in patterns:
-        caches = (block_ops._packed, block_ops._by_query, block_ops._by_key, block_ops._packed_on_device)
-        for cache in caches:
-            cache.cache_clear()
+        block_tables._tables.cache_clear()
+        transpositions: list[object] = []
         for _ in range(2):
             attention(*tensors, pattern, backend="triton").sum().backward()
-        misses = [cache.cache_info().misses for cache in caches]
-        assert misses == ([1, 1, 0, 1] if pattern.is_adaptive else [1, 1, 1, 0])
-
-
-def test_tables_and_kernels_agree_on_columns():
-    from dilated_attention_pytorch.backends.gpu import block_tables
-    from dilated_attention_pytorch.backends.gpu.kernels import block_forward
-
-    assert len(block_tables.COLUMNS) == block_forward.COLUMNS.value
+        assert block_tables._tables.cache_info().misses == 1
+        assert len(transpositions) == (2 if pattern.is_adaptive else 1)
 
 
 def test_refusals():

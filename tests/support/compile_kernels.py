@@ -29,9 +29,11 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 import sass
+from dilated_attention_pytorch.backends.gpu.configs import padded
 from dilated_attention_pytorch.backends.gpu.kernels import backward, block_backward, block_forward, forward
 from dilated_attention_pytorch.backends.gpu.launch import FUSED
 from dilated_attention_pytorch.backends.hopper import configs as hopper_configs
+from dilated_attention_pytorch.backends.hopper import persistent
 from dilated_attention_pytorch.backends.hopper import run as hopper_run
 from dilated_attention_pytorch.backends.hopper.kernels import block_dkv as hopper_block_dkv
 from dilated_attention_pytorch.backends.hopper.kernels import block_dq as hopper_block_dq
@@ -40,7 +42,7 @@ from dilated_attention_pytorch.backends.hopper.kernels import dkv as hopper_dkv
 from dilated_attention_pytorch.backends.hopper.kernels import dq as hopper_dq
 from dilated_attention_pytorch.backends.hopper.kernels import forward as hopper_forward
 from dilated_attention_pytorch.backends.hopper.kernels import joint as hopper_joint
-from dilated_attention_pytorch.backends.triton.configs import block_configs, padded
+from dilated_attention_pytorch.backends.triton.configs import block_configs
 
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkv": backward.dkv_kernel}
 BLOCKS = {
@@ -77,7 +79,7 @@ FLOAT = (
     "PART_DV",
     "SUMS",
 )
-INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED", "ROWS", "STARTS", "ADDRESSES", "ENTRIES", "FIRST")
+INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "SEED", "ROWS", "STARTS")
 SHORT_INTEGER = ("TAKEN", "TURNS", "POSITIONS", "COUNTS", "INDICES")
 
 
@@ -92,7 +94,7 @@ def argument_type(name: str, element: str) -> str:
         return "*i64"
     if name in SHORT_INTEGER:
         return "*i32"
-    return "fp32" if name in ("scale_log2", "scale", "keep_scale", "factor") else "i32"
+    return "fp32" if name in ("scale_log2", "scale", "keep_scale") else "i32"
 
 
 def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False, float32="tf32x3"):
@@ -139,7 +141,7 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
     return compiled_usage(ASTSource, BLOCKS[kernel], constants, size, {"num_warps": warps, "num_stages": stages})
 
 
-def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_PARTS, single_results=False):
+def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_PARTIALS, single_results=False):
     config = getattr(hopper_configs.configs(head_dim), kernel)
     constants = {
         "D": head_dim,
@@ -154,7 +156,7 @@ def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_P
         constants["group"] = 1
     if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
-    options = {"num_warps": 4, "maxnreg": hopper_run.constants(config, head_dim)["maxnreg"]}
+    options = {"num_warps": 4, "maxnreg": persistent.constants(config, head_dim)["maxnreg"]}
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options, RESULTS if single_results else ())
 
 
@@ -173,7 +175,7 @@ def hopper_block_usage(kernel, head_dim, block_size, causal, group):
         constants["group"] = 1
     if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
-    options = {"num_warps": 4, "maxnreg": hopper_run.START_REGISTERS[config.helpers]}
+    options = {"num_warps": 4, "maxnreg": persistent.START_REGISTERS[config.helpers]}
     return compiled_usage(GluonASTSource, HOPPER_BLOCKS[kernel], constants, 2, options)
 
 

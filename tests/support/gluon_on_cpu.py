@@ -26,9 +26,8 @@ from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 import gluon_races as races
-from dilated_attention_pytorch import backends
-from dilated_attention_pytorch.backends.gpu.launch import Call
-from dilated_attention_pytorch.backends.hopper import run
+from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch
+from dilated_attention_pytorch.backends.hopper import HopperBackend, persistent
 from gluon_values import NUMBERS, Int, Pointer, Shared, load, of_two, product, reduced, store, value, where
 
 LONGEST_WAIT = 60.0  # seconds that a launch may take
@@ -360,7 +359,7 @@ def installed(monkeypatch, *, programs: int, element: str) -> list[str]:
 
     Returns the names of the kernels that are launched, as they are.
     """
-    through_triton, launched = Call.first, []
+    through_triton, launched = KernelLaunch.first, []
 
     def first(call, kind, tensors):
         if isinstance(call.kernel, GluonJITFunction):
@@ -369,7 +368,7 @@ def installed(monkeypatch, *, programs: int, element: str) -> list[str]:
         else:
             through_triton(call, kind, tensors)
 
-    monkeypatch.setattr(Call, "first", first)
-    monkeypatch.setattr(run, "_multiprocessors", lambda _device: programs)
-    monkeypatch.setitem(backends._BACKENDS, "hopper", lambda _request: [])
+    monkeypatch.setattr(KernelLaunch, "first", first)
+    monkeypatch.setattr(persistent, "multiprocessors", lambda _device: programs)
+    monkeypatch.setattr(HopperBackend, "why_not", lambda _self, _request: [])
     return launched

@@ -6,17 +6,17 @@ import torch
 
 import oracle
 from dilated_attention_pytorch import attention
-from dilated_attention_pytorch.backends import hopper
+from dilated_attention_pytorch.backends.hopper import HOPPER
 from dilated_attention_pytorch.backends.request import Request
 
 
 def request(dtype, head_dim):
-    return Request("cuda", torch.cuda.get_device_capability(), dtype, head_dim, 0.0)
+    return Request("cuda", torch.cuda.get_device_capability(), dtype, head_dim)
 
 
 def over_tables(dtype, head_dim):
     """The backends over launch tables that this GPU has."""
-    return ["triton"] if hopper.why_not(request(dtype, head_dim)) else ["triton", "hopper"]
+    return ["triton"] if HOPPER.why_not(request(dtype, head_dim)) else ["triton", "hopper"]
 
 
 def run(call, q, k, v, dout, dlse):
