@@ -39,10 +39,10 @@ import torch._functorch.config
 from torch.nn.attention import flex_attention
 
 from dilated_attention_pytorch import BlockSparse, SparsePatternConfig, attention
-from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable
-from dilated_attention_pytorch.blocks import call as block_call
-from dilated_attention_pytorch.blocks import ops as block_ops
+from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
+from dilated_attention_pytorch.call import make_call
 from dilated_attention_pytorch.measure import peak_extra_bytes
+from dilated_attention_pytorch.operators import problem_and_options
 
 BLOCK = 128
 ROUNDS = 2
@@ -149,9 +149,10 @@ def with_grads(run: Runs, inputs: list[torch.Tensor], dout: torch.Tensor) -> lis
 
 def tables_of(pattern: BlockSparse, inputs: list[torch.Tensor]) -> tuple[BlockTable, BlockTable]:
     """What kernels read, by query and by key."""
-    q, k, _ = (x.detach() for x in inputs)
-    by_query, by_key = block_ops.block_tables(q, k, *block_call.list_arguments(q, k, pattern, None, None, False, 1.0))
-    return by_query, by_key()
+    call, (q, k, _) = make_call(*(x.detach() for x in inputs), pattern)
+    problem, options = problem_and_options(call, q, k)
+    tables = find_block_tables(problem, q.device, options.chosen)
+    return tables.for_queries(options.chosen), tables.for_keys(options.chosen)
 
 
 def lists_of(pattern: BlockSparse, inputs: list[torch.Tensor]) -> tuple[int, int]:

@@ -14,14 +14,15 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dilated_attention_pytorch import SparsePatternConfig
-from dilated_attention_pytorch.backends.gpu.block_tables import PackedLists
-from dilated_attention_pytorch.plan.sequences import spans
+from dilated_attention_pytorch.backends.gpu.block_tables import BlockTables
+from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 
 RESULTS = Path(__file__).parent / "results" / "blocks_plan.json"
 TOKENS, BLOCK_SIZE = 2**20, 128
@@ -46,20 +47,21 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     blocks = TOKENS // BLOCK_SIZE
-    (span,) = spans(1, TOKENS, TOKENS, None, None)
     print("pattern          ratio     entries  lists ms  by query ms  by key ms")
     for kind, options in SETTINGS.items():
         for ratio in (1 / 512, 0.01, 0.1):
             config = SparsePatternConfig(kind, ratio, BLOCK_SIZE, **options)
             made = config.lists(0, blocks, True)
-            packed = PackedLists.of([(span, made)], 1, TOKENS, TOKENS, BLOCK_SIZE)
+            problem = Problem(BlockRule(BLOCK_SIZE, config), True, 1, TOKENS, TOKENS, 1, 1)
+            (span,) = problem.spans()
+            tables = BlockTables(problem, [(span, made)], torch.device("cpu"))
             row = {
                 "pattern_type": kind,
                 "sparsity_ratio": ratio,
                 "entries": int(made.counts.sum()),
                 "lists_ms": max(milliseconds(lambda c=config, x=x: c.lists(0, blocks, x)) for x in (False, True)),
-                "by_query_ms": milliseconds(packed.by_query),
-                "by_key_ms": milliseconds(packed.by_key),
+                "by_query_ms": milliseconds(partial(BlockTables.by_query.func, tables)),
+                "by_key_ms": milliseconds(partial(BlockTables.by_key.func, tables)),
             }
             rows.append(row)
             print(

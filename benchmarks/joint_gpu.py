@@ -20,7 +20,9 @@ import torch
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.backends.hopper import run
 from dilated_attention_pytorch.backends.hopper.configs import configs
+from dilated_attention_pytorch.backends.hopper.persistent import GradientInputs, row_statistics
 from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
 
 # Pattern, tokens, heads, key heads, head size.
 SETTINGS = {
@@ -48,14 +50,14 @@ def measure(name: str, only_compile: bool) -> dict:
     q, dout = torch.randn(2, 1, n, heads, d, device=gpu.GPU, dtype=torch.bfloat16).unbind(0)
     k, v = torch.randn(2, 1, n, key_heads, d, device=gpu.GPU, dtype=torch.bfloat16).unbind(0)
     problem, scale = Problem(pattern, causal, 1, n, n, heads, key_heads, None, None), d**-0.5
-    out, lse = run.forward(problem, q, k, v, scale=scale)
-    lse, delta, shifts = run.row_statistics(dout, out, None, lse, scale=scale)
-    read = problem, dout, q, k, v
+    results: Results = run.forward(problem, Inputs(q, k, v), Options(scale))
+    found_statistics = row_statistics(results, Upstream(dout, None), scale)
+    read, shifts = GradientInputs(q, k, v, dout), found_statistics.shifts
     calls = {
-        "statistics": lambda: run.row_statistics(dout, out, None, lse, scale=scale),
-        "dq": lambda: run.dq(*read, lse, delta, scale=scale),
-        "dk, dv": lambda: run.dkv(*read, shifts, scale=scale),
-        "at once": lambda: run.joint(*read, shifts, scale=scale, config=configs(d).joint),
+        "statistics": lambda: row_statistics(results, Upstream(dout, None), scale),
+        "dq": lambda: run.dq(problem, read, found_statistics, scale),
+        "dk, dv": lambda: run.dkv(problem, read, shifts, scale),
+        "at once": lambda: run.joint(problem, read, shifts, scale, configs(d).joint),
     }
     dq, (dk, dv), found = calls["dq"](), calls["dk, dv"](), calls["at once"]()
     row = {"setting": name, "dq_difference": error(found[0], dq)}

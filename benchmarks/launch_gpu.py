@@ -21,9 +21,9 @@ from dilated_attention_pytorch.backends.hopper import run as hopper
 from dilated_attention_pytorch.backends.triton import run as portable
 
 
-def dispatched(calls, arguments) -> None:
-    for call in calls:
-        call.kernel[(call.programs,)](*arguments, *call.tables, *call.numbers, **call.constants)
+def dispatched(launches, tensors) -> None:
+    for one in launches:
+        one.kernel[(one.programs,)](*tensors, *one.tables, *one.numbers, **one.constants)
 
 
 def host_milliseconds(call, repeats: int = 200) -> float:

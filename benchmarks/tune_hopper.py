@@ -18,11 +18,15 @@ from pathlib import Path
 import torch
 from gpu import GPU, PAPER, WIDE, Setting, dense_rates, milliseconds
 
+from dilated_attention_pytorch.backends.gpu.statistics import RowStatistics
 from dilated_attention_pytorch.backends.hopper import run
-from dilated_attention_pytorch.backends.hopper.configs import Config, configs
+from dilated_attention_pytorch.backends.hopper.configs import HopperConfig as Config
+from dilated_attention_pytorch.backends.hopper.configs import configs
+from dilated_attention_pytorch.backends.hopper.persistent import GradientInputs, row_statistics
 from dilated_attention_pytorch.backends.triton import run as portable
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.tiles import compile_plan
+from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
 
 SETTINGS = {
     "D=64": Setting(PAPER, 2**18, 12, 64, 2048),
@@ -50,15 +54,14 @@ def inputs(s: Setting, n: int) -> list[torch.Tensor]:
     return [torch.randn((1, n, s.heads, s.head_dim), device=GPU, dtype=s.dtype) for _ in range(4)]
 
 
-def call(kernel: str, p: Problem, x: tuple[torch.Tensor, ...], statistics: tuple[torch.Tensor, ...], config: Config | None):
-    """``statistics``: lse, delta and shifts."""
-    q, k, v, dout = x
-    scale = q.shape[-1] ** -0.5
+def call(kernel: str, p: Problem, x: list[torch.Tensor], statistics: RowStatistics, config: Config | None):
+    read = GradientInputs(*x)
+    scale = read.query.shape[-1] ** -0.5
     if kernel == "forward":
-        return run.forward(p, q, k, v, scale=scale, config=config)
+        return run.forward(p, Inputs(*read[:3]), Options(scale), config=config)
     if kernel == "dq":
-        return run.dq(p, dout, q, k, v, *statistics[:2], scale=scale, config=config)
-    return run.dkv(p, dout, q, k, v, statistics[2], scale=scale, config=config)
+        return run.dq(p, read, statistics, scale, config=config)
+    return run.dkv(p, read, statistics.shifts, scale, config=config)
 
 
 def outputs(x) -> tuple[torch.Tensor, ...]:
@@ -70,13 +73,13 @@ def compile_one(job) -> None:
     kernel, head_dim, config = job
     s = SETTINGS[f"D={head_dim}"]
     n = 4096
-    q, k, v, dout = inputs(s, n)
-    statistics = run.row_statistics(dout, q, None, torch.zeros(1, s.heads, n, device=GPU), scale=1.0)
+    *x, dout = every = inputs(s, n)
+    results, upstream = Results(x[0], torch.zeros(1, s.heads, n, device=GPU)), Upstream(dout, None)
     if kernel == "portable":
-        portable.forward(problem(s, n), q, k, v, scale=1.0)
-        portable.portable_gradients(problem(s, n), dout, q, k, v, statistics[:2], scale=1.0)
+        portable.forward(problem(s, n), Inputs(*x), Options(1.0))
+        portable.backward(problem(s, n), Inputs(*x), results, upstream, Options(1.0))
         return
-    call(kernel, problem(s, n), (q, k, v, dout), statistics, config)
+    call(kernel, problem(s, n), every, row_statistics(results, upstream, 1.0), config)
     torch.cuda.synchronize()
 
 
@@ -93,13 +96,13 @@ def main() -> None:
     rows = []
     for name, s in SETTINGS.items():
         p, x = problem(s, s.n), inputs(s, s.n)
-        q, k, v, dout = x
+        qkv, upstream, options_of_call = Inputs(*x[:3]), Upstream(x[3], None), Options(s.head_dim**-0.5)
         flops = compile_plan(s.pattern, s.n, s.heads, is_causal=s.causal).flops(s.head_dim)
         rates = dense_rates(s)
-        out, lse = portable.forward(p, q, k, v, scale=s.head_dim**-0.5)
-        statistics = run.row_statistics(dout, out, None, lse, scale=s.head_dim**-0.5)
-        grads = portable.portable_gradients(p, dout, q, k, v, statistics[:2], scale=s.head_dim**-0.5)
-        expected = {"forward": (out, lse), "dq": grads[:1], "dkv": grads[1:]}
+        results = portable.forward(p, qkv, options_of_call)
+        statistics = row_statistics(results, upstream, options_of_call.scale)
+        grads = portable.backward(p, qkv, results, upstream, options_of_call)
+        expected = {"forward": results, "dq": grads[:1], "dkv": grads[1:]}
         print(f"{name}: dense forward {flops / rates[0] / 1e9:.2f} ms ({rates[0]:.0f} TFLOP/s), "
               f"backward {2.5 * flops / rates[1] / 1e9:.2f} ms ({rates[1]:.0f} TFLOP/s)")  # fmt: skip
         for (kernel, d), some in candidates.items():

@@ -22,8 +22,8 @@ import gpu
 import torch
 
 from dilated_attention_pytorch import BlockSparse, Dilated, attention
+from dilated_attention_pytorch.backends.gpu.configs import TritonConfig as Config
 from dilated_attention_pytorch.backends.triton import block_run, run
-from dilated_attention_pytorch.backends.triton.configs import Config
 
 MODULES = {"dilated": run, "blocks": block_run}
 SHIPPED = {name: module._configs for name, module in MODULES.items()}

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from dilated_attention_pytorch import BlockSparse, Dilated, SparsePatternConfig, attention
-from dilated_attention_pytorch.backends.gpu import tables
+from dilated_attention_pytorch.backends.gpu import launch_plan
 from dilated_attention_pytorch.backends.hopper import configs, run
 
 
@@ -30,9 +30,10 @@ if __name__ == "__main__":
             call(Dilated([128, 256], [1, 2]), name, size, is_causal=size == 64)
             call(blocks, name, size, is_causal=size == 128)
         call(Dilated([96, 192], [2, 4]), name, 64, is_causal=False)  # a launch of its own adds up parts
-        tables.PART_NUMBERS, whole = 1, tables.PART_NUMBERS  # parts of one head after the other in the same memory
+        # Partial results of one head after the other in the same memory.
+        launch_plan.PARTIAL_ELEMENTS, whole = 1, launch_plan.PARTIAL_ELEMENTS
         call(Dilated([96, 192], [1, 3]), name, 64, is_causal=True)
-        tables.PART_NUMBERS = whole
+        launch_plan.PARTIAL_ELEMENTS = whole
     if "triton" in sys.argv:
         call(Dilated([128, 256], [1, 2]), "triton", 256, is_causal=False)
         call(blocks, "triton", 256, is_causal=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dilated_attention_pytorch.blocks import call as block_call
-from dilated_attention_pytorch.blocks import ops as block_ops
 from torch.nn.attention import flex_attention
 
 import block_oracle
 import oracle
 from block_cases import plain, positions_met, with_grads
-from dilated_attention_pytorch import BlockSparse, SparsePatternConfig, attention
+from dilated_attention_pytorch import BlockSparse, SparsePatternConfig, attention, backends
+from dilated_attention_pytorch.backends.gpu import block_tables
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.call import make_call
+from dilated_attention_pytorch.operators import problem_and_options
+from dilated_attention_pytorch.values import Inputs, Upstream
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ["triton", "hopper"]
@@ -146,13 +148,14 @@ def test_sequences_of_their_own(backend, dtype, size, error, packed, kind):
 def test_adaptive_waits_for_nothing(backend):
     """Once its tables exist: the choice, forward, transposition and backward."""
     pattern = BlockSparse.from_config(SparsePatternConfig("adaptive", 0.3, block_size=128))
-    q, k, v = (x.detach() for x in inputs(2, 1000, 1000, 4, 2, 64, torch.bfloat16))
+    tensors = Inputs(*(x.detach() for x in inputs(2, 1000, 1000, 4, 2, 64, torch.bfloat16)))
+    made, _ = make_call(*tensors, pattern, is_causal=True, scale=0.125)
+    kernels = backends.find(backend)
 
     def call():
-        lists = block_call.list_arguments(q, k, pattern, None, None, True, 0.125)
-        arguments = None, None, *lists, 0.125, 0.0, backend
-        out, lse = block_ops.attend_blocks(q, k, v, *arguments)
-        return block_ops.attend_blocks_backward(out, None, q, k, v, out, lse, *arguments)
+        problem, options = problem_and_options(made, tensors.query, tensors.key)
+        results = kernels.forward(problem, tensors, options)
+        return kernels.backward(problem, tensors, results, Upstream(results.out, None), options)
 
     first = call()
     torch.cuda.set_sync_debug_mode("error")
@@ -282,7 +285,7 @@ def test_in_a_cuda_graph(backend):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             out = attention(q, k, v, pattern, backend=backend)
-        block_ops._by_query.cache_clear()
+        block_tables._tables.cache_clear()
         out.zero_()
         graph.replay()
     torch.cuda.synchronize()
@@ -308,5 +311,5 @@ def test_auto_takes_the_kernels():
         (torch.float32, 128, "triton"),
         (torch.float64, 128, "eager"),
     ):
-        x = torch.zeros(1, 64, 2, 64, device="cuda", dtype=dtype)
-        assert block_call.choose("auto", Request.of(x, 0.0), size, 64, 64) == name
+        request = Request("cuda", torch.cuda.get_device_capability(), dtype, 64, block_size=size)
+        assert backends.choose("auto", request).name == name

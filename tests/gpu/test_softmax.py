@@ -8,14 +8,14 @@ import torch
 import oracle
 from block_cases import plain, positions_met
 from dilated_attention_pytorch import BlockSparse, Dilated, attention
-from dilated_attention_pytorch.backends import hopper
+from dilated_attention_pytorch.backends.hopper import HOPPER
 from dilated_attention_pytorch.backends.request import Request
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         torch.cuda.is_available()
-        and bool(hopper.why_not(Request("cuda", torch.cuda.get_device_capability(), torch.bfloat16, 64, 0.0))),
+        and bool(HOPPER.why_not(Request("cuda", torch.cuda.get_device_capability(), torch.bfloat16, 64))),
         reason="the kernels are for Hopper GPUs",
     ),
 ]
