@@ -174,7 +174,7 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
     strides = tuple((1000 * i + 3, 1000 * i + 2, 1000 * i + 1, 1) for i in range(1, len(read) + 1))
     if package == "hopper":
         how = hopper.ItemOptions(64, strides, hopper.configs(64).dq, 0.25)
-        calls = dict(getattr(hopper, f"_{which}_launches")(plan, how))
+        calls = dict(getattr(hopper, f"_{which}_launches")(plan, how).runs)
         attend, add_parts = calls[True], calls.get(False, ())
     else:
         how = portable.TileOptions(64, strides, portable.SUM, scale=0.25)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +25,8 @@ Strides = tuple[tuple[int, ...], ...]
 SUM = TritonConfig(block_m=SUM_ROWS, block_n=SUM_ROWS, warps=4, stages=1)
 
 
-@dataclass(frozen=True, slots=True)
-class TileOptions:
-    """What the launches over a launch plan depend on besides its tables."""
+class TileOptions(NamedTuple):
+    """What the launches over a launch plan depend on besides its tables. Every call makes one, so it is a tuple."""
 
     head_dim: int
     strides: Strides

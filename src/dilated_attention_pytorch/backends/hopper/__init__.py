@@ -45,9 +45,13 @@ class HopperBackend(TableBackend):
 
     def kernels(self, *, dilated: bool) -> TableKernels:
         """The kernels over launch tables, or over block lists."""
-        from dilated_attention_pytorch.backends.hopper import block_run, run  # imports triton
+        if dilated:
+            from dilated_attention_pytorch.backends.hopper import run  # imports triton
 
-        return run if dilated else block_run
+            return run
+        from dilated_attention_pytorch.backends.hopper import block_run
+
+        return block_run
 
 
 HOPPER = HopperBackend()

@@ -50,9 +50,12 @@ TABLE = {
 }
 
 
+_BY_HEAD_DIM = {d: next(TABLE[size] for size in TABLE if size >= d) for d in range(1, max(TABLE) + 1)}
+
+
 def configs(head_dim: int) -> HopperConfigs:
     """The configurations for a head size."""
-    return TABLE[min(size for size in TABLE if size >= head_dim)]
+    return _BY_HEAD_DIM[head_dim]
 
 
 # The joint backward is used from this many query-key pairs on; causal tiles count as full ones. Its programs start one

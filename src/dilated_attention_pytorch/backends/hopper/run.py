@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,13 +32,17 @@ from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
 # Kernels that add partial results have room in shared memory for the layout entries of this many, or of a larger power of 2.
 LEAST_PARTIALS = 8
 
-# In turns launches that attend (True), and portable ones that only add partial results.
-_Launches = tuple[tuple[bool, tuple[KernelLaunch, ...]], ...]
+
+class _Launches(NamedTuple):
+    """The launches of a call, in their order."""
+
+    runs: tuple[tuple[bool, tuple[KernelLaunch, ...]], ...]  # in turns those that attend (True), and those that only add
+    attending: int  # how many launches attend
+    programs: int  # of all of these
 
 
-@dataclass(frozen=True, slots=True)
-class ItemOptions:
-    """What the launches over a launch plan depend on besides its tables."""
+class ItemOptions(NamedTuple):
+    """What the launches over a launch plan depend on besides its tables. Every call makes one, so it is a tuple."""
 
     head_dim: int
     strides: Strides
@@ -85,7 +88,9 @@ def _launches(
         programs = min(one.programs, persistent.multiprocessors(one.table.device))
         tables, all_numbers = (one.table, plan.layout, plan.offsets), (*counts, *row_strides(how.strides), *numbers)
         launches.append((True, KernelLaunch(kernel, programs, tables, all_numbers, {**mode, **_constants(how, one)})))
-    return tuple((attends, tuple(one for _, one in run)) for attends, run in groupby(launches, key=itemgetter(0)))
+    runs = tuple((attends, tuple(one for _, one in run)) for attends, run in groupby(launches, key=itemgetter(0)))
+    attending = [one.programs for attends, one in launches if attends]
+    return _Launches(runs, len(attending), sum(attending))
 
 
 def _heads(plan: LaunchPlan) -> tuple[int, ...]:
@@ -116,18 +121,14 @@ def _joint_launches(plan: LaunchPlan, how: ItemOptions) -> _Launches:
     return _by_key_launches(joint_kernel, plan, how)
 
 
-def _attending(launches: _Launches) -> tuple[KernelLaunch, ...]:
-    return tuple(one for attends, run in launches if attends for one in run)
-
-
 def _launch(launches: _Launches, tensors: tuple[Tensor, ...], adding: tuple[Tensor, ...]) -> None:
     """Launch all in order. Those that only add partial results take the tensors ``adding``, and read no inputs."""
 
     def in_order() -> None:
-        for attends, run in launches:
+        for attends, run in launches.runs:
             launch(run, tensors if attends else adding)
 
-    persistent.with_scratch(in_order, sum(one.programs for one in _attending(launches)), tensors[0].device)
+    persistent.with_scratch(in_order, launches.programs, tensors[0].device)
 
 
 def _plan(problem: Problem, x: Tensor, *, by_keys: bool, separate: bool = False) -> LaunchPlan:
@@ -184,7 +185,7 @@ def joint(
     launches = plan.once(_joint_launches, ItemOptions(query.shape[-1], read.strides, config, scale))
     sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     rows = -(-query.shape[:3].numel() // 4) * 4  # the second view is aligned then, so that one kernel is compiled for all
-    counters = torch.zeros(rows + len(_attending(launches)), dtype=torch.int32, device=query.device)
+    counters = torch.zeros(rows + launches.attending, dtype=torch.int32, device=query.device)
 
     def by_key() -> tuple[Tensor, Tensor]:
         buffers = dkv_buffers(read.key, read.value, plan, None if grads is None else (grads.key, grads.value))

@@ -40,9 +40,13 @@ class TritonBackend(TableBackend):
 
     def kernels(self, *, dilated: bool) -> TableKernels:
         """The kernels over launch tables, or over block lists."""
-        from dilated_attention_pytorch.backends.triton import block_run, run  # imports triton
+        if dilated:
+            from dilated_attention_pytorch.backends.triton import run  # imports triton
 
-        return run if dilated else block_run
+            return run
+        from dilated_attention_pytorch.backends.triton import block_run
+
+        return block_run
 
 
 TRITON = TritonBackend()
