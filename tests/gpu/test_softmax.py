@@ -8,7 +8,7 @@ import torch
 import oracle
 from block_cases import plain, positions_met
 from dilated_attention_pytorch import BlockSparse, Dilated, attention
-from dilated_attention_pytorch.backends.hopper import HOPPER
+from dilated_attention_pytorch.backends.hopper.backend import HOPPER
 from dilated_attention_pytorch.backends.request import Request
 
 pytestmark = [

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, attention, explain
-from dilated_attention_pytorch.backends.hopper import HopperBackend
+from dilated_attention_pytorch.backends.hopper.backend import HopperBackend
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.backends.triton import TRITON
+from dilated_attention_pytorch.backends.triton.backend import TRITON
 from dilated_attention_pytorch.call import make_call
 from dilated_attention_pytorch.distributed import Shards, simulate_ring
 from dilated_attention_pytorch.distributed.own_rows import FusedStep, fused_backend

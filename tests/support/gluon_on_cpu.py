@@ -27,7 +27,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 import gluon_races as races
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch
-from dilated_attention_pytorch.backends.hopper import HopperBackend, persistent
+from dilated_attention_pytorch.backends.hopper import persistent
+from dilated_attention_pytorch.backends.hopper.backend import HopperBackend
 from gluon_values import NUMBERS, Int, Pointer, Shared, load, of_two, product, reduced, store, value, where
 
 LONGEST_WAIT = 60.0  # seconds that a launch may take

@@ -6,7 +6,7 @@ import torch
 
 import oracle
 from dilated_attention_pytorch import attention
-from dilated_attention_pytorch.backends.hopper import HOPPER
+from dilated_attention_pytorch.backends.hopper.backend import HOPPER
 from dilated_attention_pytorch.backends.request import Request
 
 

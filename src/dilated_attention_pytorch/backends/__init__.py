@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dilated_attention_pytorch.backends.eager import EAGER
-from dilated_attention_pytorch.backends.hopper import HOPPER
+from dilated_attention_pytorch.backends.hopper.backend import HOPPER
 from dilated_attention_pytorch.backends.reference import REFERENCE
 from dilated_attention_pytorch.backends.request import Backend, Request
 from dilated_attention_pytorch.backends.sdpa import SDPA
-from dilated_attention_pytorch.backends.triton import TRITON
+from dilated_attention_pytorch.backends.triton.backend import TRITON
 from dilated_attention_pytorch.execute.loop import TileKernel
 
 # In the order in which "auto" asks them; docs/kernels.md has the measurements.

@@ -6,6 +6,7 @@ A call computes its query rows in blocks, so that its scores stay below a fixed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +27,12 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def _blocks(
-    q: Tensor, k: Tensor, causal: bool, scale: float, most: int, positions: tuple[Tensor, Tensor] | None
-) -> Iterator[tuple[slice, slice, Tensor]]:
+    q: Tensor, k: Tensor, causal: bool, scale: float, masks: dict[str, Any]
+) -> Iterator[tuple[slice, slice, Tensor]]:  # fmt: skip
     """Blocks of query rows with the keys they may see and their scores."""
     units, heads, rows, _ = q.shape
     dtype = accumulate_dtype(q.dtype)
+    positions, most = masks.get("positions"), _MAX_FACTORS if "factors" in masks else _MAX_SCORES
     step = max(1, min(rows, most // max(1, units * heads * k.shape[2])))
     for start in range(0, rows, step):
         block = slice(start, min(start + step, rows))
@@ -44,20 +46,12 @@ def _blocks(
         yield block, seen, scores
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    factors: Factors | None = None,
-    positions: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **masks: Any) -> tuple[Tensor, Tensor]:
+    factors: Factors | None = masks.get("factors")
     dtype = accumulate_dtype(q.dtype)
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
-    most = _MAX_SCORES if factors is None else _MAX_FACTORS
-    for block, seen, scores in _blocks(q, k, causal, scale, most, positions):
+    for block, seen, scores in _blocks(q, k, causal, scale, masks):
         block_lse = torch.logsumexp(scores, -1)
         lse[:, :, block] = block_lse
         weights = scores.sub_(_finite(block_lse).unsqueeze(-1)).exp_()
@@ -68,21 +62,12 @@ def _forward(
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    factors: Factors | None = None,
-    positions: tuple[Tensor, Tensor] | None = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, **masks: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    factors: Factors | None = masks.get("factors")
     dtype = accumulate_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    most = _MAX_SCORES if factors is None else _MAX_FACTORS
-    for block, seen, scores in _blocks(q, k, causal, scale, most, positions):
+    for block, seen, scores in _blocks(q, k, causal, scale, masks):
         weights = scores.sub_(_finite(lse[:, :, block]).unsqueeze(-1)).exp_()
         dout_block = dout[:, :, block].to(dtype)
         delta = (dout_block * out[:, :, block].to(dtype)).sum(-1, keepdim=True)
