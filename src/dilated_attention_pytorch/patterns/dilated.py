@@ -53,19 +53,18 @@ class Dilated:
     spec: str = field(init=False, compare=False, repr=False)
 
     def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        offsets: str | Sequence[int] = "interleaved",
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], offsets: str | Sequence[int] = "interleaved",
         torchscale_padding: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         assign = object.__setattr__
         assign(self, "segment_lengths", _integers("segment_lengths", segment_lengths))
         assign(self, "dilation_rates", _integers("dilation_rates", dilation_rates))
         assign(self, "offsets", offsets if isinstance(offsets, str) else _integers("offsets", offsets))
         assign(self, "torchscale_padding", torchscale_padding)
         self._validate()
-        assign(self, "spec", self._spec())
+        values = (self.segment_lengths, self.dilation_rates, self.offsets)
+        texts = (x if isinstance(x, str) else ",".join(map(str, x)) for x in values)
+        assign(self, "spec", "|".join(("dilated", *texts, "torchscale_padding" if torchscale_padding else "")))
 
     def _validate(self) -> None:
         lengths, rates = self.segment_lengths, self.dilation_rates
@@ -79,14 +78,13 @@ class Dilated:
                 raise ValueError(f"{name} must be positive, got {values}; dense attention is segment length N with rate 1")
             if max(values) > _MOST:
                 raise ValueError(
-                    f"{name} must be at most 2**40, got {values}; any length above that of the sequence is one segment"
+                    f"{name} must be at most 2**40, got {values}; a length above the sequence's is one segment"
                 )
         if not isinstance(self.torchscale_padding, bool):
             raise TypeError(f"torchscale_padding must be True or False, got {self.torchscale_padding!r}")
         if isinstance(self.offsets, str):
             if self.offsets not in OFFSET_RULES:
-                rules = ", ".join(map(repr, OFFSET_RULES))
-                raise ValueError(f"offsets must be one of {rules} or one integer per key head, got {self.offsets!r}")
+                raise ValueError(f"offsets must be one of {OFFSET_RULES} or one integer per key head, got {self.offsets!r}")
         elif not all(0 <= offset < max(rates) for offset in self.offsets) or not self.offsets:
             raise ValueError(
                 f"explicit offsets must hold one integer per key head with 0 <= offset < {max(rates)} (the largest rate; "
@@ -147,24 +145,14 @@ class Dilated:
         missing = padded_rows - own_rows * (own_rows > 0)
         return missing * (missing > 0) * (i % w % r == o)
 
-    def _spec(self) -> str:
-        """Lengths, rates, offsets and padding.
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def from_spec(spec: str) -> Dilated:
+        """The pattern that ``spec`` describes: lengths, rates, offsets and padding.
 
         >>> Dilated([4, 8], [1, 2], offsets=[0, 1]).spec
         'dilated|4,8|1,2|0,1|'
         """
-        offsets = self.offsets if isinstance(self.offsets, str) else ",".join(map(str, self.offsets))
-        lengths, rates = (",".join(map(str, values)) for values in (self.segment_lengths, self.dilation_rates))
-        return f"dilated|{lengths}|{rates}|{offsets}|{'torchscale_padding' if self.torchscale_padding else ''}"
-
-    @staticmethod
-    @lru_cache(maxsize=1024)
-    def from_spec(spec: str) -> Dilated:
-        """The pattern that ``spec`` describes."""
-        _, lengths, rates, offsets, padding = spec.split("|")
-        return Dilated(
-            [int(x) for x in lengths.split(",")],
-            [int(x) for x in rates.split(",")],
-            offsets if offsets in OFFSET_RULES else [int(x) for x in offsets.split(",")],
-            padding == "torchscale_padding",
-        )
+        _, *texts, padding = spec.split("|")
+        values = (x if x in OFFSET_RULES else [int(number) for number in x.split(",")] for x in texts)
+        return Dilated(*values, torchscale_padding=padding == "torchscale_padding")  # type: ignore[arg-type]
