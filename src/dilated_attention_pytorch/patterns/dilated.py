@@ -154,5 +154,5 @@ class Dilated:
         'dilated|4,8|1,2|0,1|'
         """
         _, *texts, padding = spec.split("|")
-        values = (x if x in OFFSET_RULES else [int(number) for number in x.split(",")] for x in texts)
-        return Dilated(*values, torchscale_padding=padding == "torchscale_padding")  # type: ignore[arg-type]
+        values: list[Any] = [x if x in OFFSET_RULES else [int(number) for number in x.split(",")] for x in texts]
+        return Dilated(*values, padding == "torchscale_padding")
