@@ -54,9 +54,8 @@ def demo(
                 rows.append(row)
     except KeyboardInterrupt:
         _print_results(console, rows)
-        typer.echo(
-            f"Interrupted: {len(rows)} of {len(settings.lengths)} lengths are finished, no picture was drawn.", err=True
-        )
+        finished = f"{len(rows)} of {len(settings.lengths)} lengths are finished"
+        typer.echo(f"Interrupted: {finished}, no picture was drawn.", err=True)
         raise typer.Exit(130) from None
     except torch.OutOfMemoryError:
         # The shorter lengths are complete, so their results are shown.
@@ -68,12 +67,8 @@ def demo(
         console.print(f"Left out: {', '.join(f'{tokens:,}' for tokens in left_out)} tokens, since {reason}.")
     if not rows:
         raise typer.Exit(1)
-    figures = {
-        "pattern.png": pictures.pattern_picture(is_causal=causal),
-        "scaling.png": pictures.scaling_picture(rows, title),
-    }
-    for name, figure in figures.items():
-        _save(console, figure, output / name, "folder")
+    _save(console, pictures.pattern_picture(is_causal=causal), output / "pattern.png", "folder")
+    _save(console, pictures.scaling_picture(rows, title), output / "scaling.png", "folder")
 
 
 @app.command()
@@ -87,7 +82,7 @@ def show(
     output: Annotated[Path, typer.Option(help="The PNG file for the picture.")] = Path("order.png"),
 ) -> None:
     """Draw an order of the tokens of a grid, its segments against row-major ones, and what one query sees."""
-    from dilated_attention_pytorch.cli.order_pictures import order_picture
+    from dilated_attention_pytorch.cli import pictures
 
     try:
         view = make_view(grid, segment_lengths, dilation_rates, query)
@@ -100,7 +95,7 @@ def show(
     console.print(f"{view.height} x {view.width} tokens, segments of {length:,}: mean perimeter of the bounding box")
     for name, drawn in orders.items():
         console.print(f"  {name:<9}  {view.perimeter(drawn):10,.1f}")
-    _save(console, order_picture(orders, view), output, "file")
+    _save(console, pictures.order_picture(orders, view), output, "file")
 
 
 def _save(console: Console, figure: Figure, path: Path, kind: str) -> None:
@@ -117,10 +112,8 @@ def _save(console: Console, figure: Figure, path: Path, kind: str) -> None:
 
 def _title(settings: Settings) -> str:
     lengths, rates = (", ".join(map(str, x)) for x in (settings.pattern.segment_lengths, settings.pattern.dilation_rates))
-    if settings.device.type == "cuda":
-        device = torch.cuda.get_device_name(settings.device)
-    else:
-        device = f"the CPU with {torch.get_num_threads()} threads"
+    cpu = f"the CPU with {torch.get_num_threads()} threads"
+    device = cpu if settings.device.type == "cpu" else torch.cuda.get_device_name(settings.device)
     return (
         f"Dilated attention, segment lengths {lengths}, rates {rates}{', causal' if settings.is_causal else ''}\n"
         f"{HEADS} heads of size {HEAD_DIM}, {str(settings.dtype).removeprefix('torch.')} on {device}"

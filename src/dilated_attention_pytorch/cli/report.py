@@ -21,25 +21,15 @@ def seconds_text(seconds: float) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-def dense_text(row: Row) -> str:
-    """Format the time of dense attention, with ``~`` if it is predicted."""
-    return ("" if row.dense_measured else "~") + seconds_text(row.dense_seconds)
-
-
 def table(rows: Sequence[Row]) -> Table:
-    """The table of results, one line per length."""
+    """The table of results, one line per length. A time of dense attention that is predicted has a ``~``."""
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("tokens", "time", "tokens/s", "extra memory", "error", "dense time"):
         result.add_column(name, justify="right", no_wrap=True, style="bold" if name in ("tokens", "time") else "")
     for row in rows:
-        result.add_row(
-            f"{row.tokens:,}",
-            seconds_text(row.seconds),
-            f"{row.tokens_per_second:,.0f}",
-            f"{row.extra_bytes / 2**20:,.1f} MiB",
-            f"{row.error:.1e}",
-            dense_text(row),
-        )
+        dense = ("" if row.dense_measured else "~") + seconds_text(row.dense_seconds)
+        rate, memory = f"{row.tokens / row.seconds:,.0f}", f"{row.extra_bytes / 2**20:,.1f} MiB"
+        result.add_row(f"{row.tokens:,}", seconds_text(row.seconds), rate, memory, f"{row.error:.1e}", dense)
     return result
 
 

@@ -85,8 +85,10 @@ class Order:
 
     def __init__(self, positions: Tensor, description: str, places: Tensor | None = None) -> None:
         if not isinstance(positions, Tensor):
-            makers = "Hilbert.grid(height, width), ZigZag(n, world_size), Order.from_permutation(p) and so on"
-            raise TypeError(f"an order is made by {makers}, not by {type(self).__name__}({positions!r}, ...)")
+            raise TypeError(
+                "an order is made by Hilbert.grid(height, width), ZigZag(n, world_size), Order.from_permutation(p) and so "
+                f"on, not by {type(self).__name__}({positions!r}, ...)"
+            )
         if places is None:
             every = torch.arange(positions.shape[-1], device=positions.device).expand(positions.shape)
             places = torch.empty_like(positions).scatter_(-1, positions, every)
@@ -349,3 +351,21 @@ class Hilbert(Order):
         if points.is_complex() or points.dtype == torch.bool:
             raise TypeError(f"coordinates are integers or floating-point numbers, got {points.dtype}")
         return Hilbert(hilbert.order_of(points), "Hilbert.coordinates({})")
+
+
+def perimeters(points: Tensor, segment_length: int) -> Tensor:
+    """The perimeter of the bounding box of each segment, in cells: (segments,). The cells (n, 2) are in order.
+
+    >>> row_by_row = torch.cartesian_prod(torch.arange(4), torch.arange(4))
+    >>> perimeters(row_by_row, 4)  # every segment is a row of 1 x 4
+    tensor([10, 10, 10, 10])
+    >>> perimeters(row_by_row, 7)  # the last one has two cells
+    tensor([12, 14,  6])
+    """
+    n = points.shape[0]
+    if n == 0:
+        return points.new_zeros(0)
+    segment_length = min(segment_length, n)
+    # Copies of the last point complete the last segment without enlarging its box.
+    whole = torch.cat((points, points[-1:].expand(-n % segment_length, -1))).view(-1, segment_length, 2)
+    return 2 * (whole.amax(1) - whole.amin(1) + 1).sum(-1)

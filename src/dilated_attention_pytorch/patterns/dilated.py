@@ -155,4 +155,5 @@ class Dilated:
         """
         _, *texts, padding = spec.split("|")
         values: list[Any] = [x if x in OFFSET_RULES else [int(number) for number in x.split(",")] for x in texts]
-        return Dilated(*values, padding == "torchscale_padding")
+        lengths, rates, offsets = values
+        return Dilated(lengths, rates, offsets, padding == "torchscale_padding")
