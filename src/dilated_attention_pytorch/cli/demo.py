@@ -1,19 +1,24 @@
-"""The measurements of the demo: dilated and dense attention over growing lengths of a text."""
+"""The measurements of the demo: dilated and dense attention over growing lengths of a text.
+
+Every Python installation has the text: the sources of its standard library.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch.api import attention, attention_weights
-from dilated_attention_pytorch.cli.text import standard_library
 from dilated_attention_pytorch.measure import median_seconds, peak_extra_bytes
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.tiles import compile_plan
@@ -21,6 +26,7 @@ from dilated_attention_pytorch.plan.tiles import compile_plan
 HEADS = 8
 HEAD_DIM = 64
 _CHECKED_ROWS = 16
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}  # installed packages differ between machines
 _MOST_TOKENS = {"cpu": 65536, "cuda": 262144}
 _SHORT_CALL_S = 0.25  # shorter calls are timed three times
 _MARGIN = 1.25  # factor of a predicted time: the FLOPs do not include embedding and checking
@@ -85,6 +91,25 @@ def make_settings(*, quick: bool, is_causal: bool, device: torch.device, max_tok
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     budget_s, dense_s = (10.0, 2.0) if quick else (95.0, 8.0)
     return Settings(pattern, (*doubled, most), is_causal, device, dtype, budget_s, dense_s)
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for directory, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - _LEFT_OUT)
+        yield from (Path(directory, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def standard_library(count: int) -> bytes:
+    """The first ``count`` bytes of the standard library's sources in a fixed order, repeated if they are too short."""
+    root = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for path in _sources(root):
+        if len(text) >= count:
+            break
+        text += path.read_bytes()
+    if not text:
+        raise FileNotFoundError(f"no Python sources in {root}, which the demo reads as its text")
+    return bytes(text * -(-count // len(text)))[:count]
 
 
 def embed(text: bytes, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,10 +9,6 @@ from dilated_attention_pytorch.nn.attention import (
 from dilated_attention_pytorch.nn.projected import BlockSparseRingDistributedDilatedAttention, MultiheadDilatedAttention
 
 __all__ = [
-    "Attention",
-    "BlockSparseRingDilatedAttention",
-    "BlockSparseRingDistributedDilatedAttention",
-    "DilatedAttention",
-    "MultiheadDilatedAttention",
-    "RingDilatedAttention",
-]
+    "Attention", "BlockSparseRingDilatedAttention", "BlockSparseRingDistributedDilatedAttention", "DilatedAttention",
+    "MultiheadDilatedAttention", "RingDilatedAttention",
+]  # fmt: skip

@@ -217,22 +217,18 @@ def _lengths_from_mask(mask: Tensor, batch: int, keys: int) -> Tensor:
         raise TypeError(f"key_padding_mask must be a torch.Tensor, got {type(mask).__name__}; use torch.tensor(mask)")
     if mask.shape != (batch, keys):
         raise ValueError(f"key_padding_mask must be (batch, keys) = {(batch, keys)}, got {tuple(mask.shape)}")
-    if mask.is_floating_point():
-        padding = mask == -torch.inf
-        if not bool((padding | (mask == 0)).all()):
-            raise ValueError("a floating-point key_padding_mask must hold 0 (keep) and -inf (ignore) only")
-    elif mask.dtype == torch.bool:
-        padding = mask
-    else:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"key_padding_mask must be bool or floating-point, got {mask.dtype}")
+    padding = mask if mask.dtype == torch.bool else mask == -torch.inf
+    if mask.is_floating_point() and not bool((padding | (mask == 0)).all()):
+        raise ValueError("a floating-point key_padding_mask must hold 0 (keep) and -inf (ignore) only")
     lengths = (~padding).sum(-1)
     suffix = torch.arange(keys, device=mask.device) >= lengths.unsqueeze(-1)
     wrong = (padding != suffix).any(-1)
     if bool(wrong.any()):
         raise ValueError(
-            "key_padding_mask must mark padding (True) at the end of each sample only, because a dilated pattern counts "
-            f"positions from the start; samples {wrong.nonzero().squeeze(1).tolist()} have padding before or between "
-            "tokens: move it to the end"
+            "key_padding_mask must mark padding (True) at the end of samples only: patterns count from the start; samples "
+            f"{wrong.nonzero().squeeze(1).tolist()} have padding before or between tokens, move it to the end"
         )
     return lengths
 

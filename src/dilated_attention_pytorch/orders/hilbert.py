@@ -60,8 +60,7 @@ def _copies(dims: int) -> tuple[tuple[tuple[int, int, bool], ...], ...]:
 
     def points(bits: int) -> list[tuple[int, ...]]:
         every = torch.cartesian_prod(*[torch.arange(1 << bits, device="cpu")] * dims)
-        found: list[tuple[int, ...]] = [tuple(point) for point in every[codes(every, bits).argsort()].tolist()]
-        return found
+        return [tuple(point) for point in every[codes(every, bits).argsort()].tolist()]
 
     corners, fine = points(1), points(2)
     columns = list(enumerate(zip(*corners, strict=True)))

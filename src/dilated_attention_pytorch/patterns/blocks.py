@@ -45,11 +45,6 @@ def check_ratio(name: str, ratio: Any) -> None:
         raise ValueError(f"{name} is the fraction of blocks computed, 0 < ratio <= 1, got {ratio!r}; 0.1 computes 10 %")
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} counts tokens: it must be an integer, at least {least}, got {value!r}")
-
-
 @dataclass(frozen=True)
 class SparsePatternConfig:
     """Which key blocks a query block reads: ``max(1, ceil(sparsity_ratio * v))`` of the ``v`` blocks that it sees.
@@ -96,8 +91,10 @@ class SparsePatternConfig:
         check_ratio("sparsity_ratio", self.sparsity_ratio)
         object.__setattr__(self, "sparsity_ratio", float(self.sparsity_ratio))
         check_block_size(self.block_size)
-        _check_count("local_window_size", self.local_window_size, 1)
-        _check_count("global_tokens", self.global_tokens, 1)
+        for name in ("local_window_size", "global_tokens"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} counts tokens: it must be an integer, at least 1, got {count!r}")
         for name in ("segment_lengths", "dilation_rates"):
             values = getattr(self, name)
             object.__setattr__(self, name, tuple(values) if isinstance(values, list | tuple) else values)

@@ -77,9 +77,7 @@ class Dilated:
             if min(values) < 1:
                 raise ValueError(f"{name} must be positive, got {values}; dense attention is segment length N with rate 1")
             if max(values) > _MOST:
-                raise ValueError(
-                    f"{name} must be at most 2**40, got {values}; a length above the sequence's is one segment"
-                )
+                raise ValueError(f"{name} must be at most 2**40, got {values}; the sequence's length makes one segment")
         if not isinstance(self.torchscale_padding, bool):
             raise TypeError(f"torchscale_padding must be True or False, got {self.torchscale_padding!r}")
         if isinstance(self.offsets, str):
@@ -124,9 +122,8 @@ class Dilated:
 
     def multiplicity(self, i: Any, j: Any, *, key_head: int, key_heads: int, is_causal: bool = False) -> Any:
         """The number of branches in which ``i`` and ``j`` meet. With ``is_causal``, it is 0 for ``j > i``."""
-        count: Any = 0
-        for branch in range(len(self.branches)):
-            count = count + self.meets(branch, i, j, key_head=key_head, key_heads=key_heads) * 1
+        met = (self.meets(b, i, j, key_head=key_head, key_heads=key_heads) for b in range(len(self.branches)))
+        count: Any = sum(x * 1 for x in met)
         return count * (j <= i) if is_causal else count
 
     def zero_keys(self, branch: int, i: Any, length: int, *, key_head: int, key_heads: int) -> Any:
