@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.cli import demo
 from dilated_attention_pytorch.cli.app import app
-from dilated_attention_pytorch.cli.text import standard_library
+from dilated_attention_pytorch.cli.demo import standard_library
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CPU = torch.device("cpu")

@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 
 import oracle
 from dilated_attention_pytorch import Hilbert, Order, Striped, ZigZag
-from dilated_attention_pytorch.cli import order_pictures
+from dilated_attention_pytorch.cli import pictures
 from dilated_attention_pytorch.cli.app import app
 from dilated_attention_pytorch.cli.show import make_order, make_view
-from dilated_attention_pytorch.orders.compactness import perimeters
+from dilated_attention_pytorch.orders.order import perimeters
 
 
 def run(*arguments: object) -> Result:
@@ -98,7 +98,7 @@ def test_what_the_query_sees_is_the_definition(name, query):
 
 def test_the_picture_has_the_curve_the_segments_and_the_query():
     view = make_view("8x8", "16", "1", "7,0")
-    figure = order_pictures.order_picture({"hilbert": make_order("hilbert", view, None)}, view)
+    figure = pictures.order_picture({"hilbert": make_order("hilbert", view, None)}, view)
     curve, segments, seen = figure.axes
     lines = curve.collections[0].get_segments()
     assert len(lines) == 63

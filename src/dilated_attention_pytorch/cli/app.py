@@ -1,17 +1,21 @@
-"""The commands of ``dilated-attention``."""
+"""The commands of ``dilated-attention`` and what they print: progress, table and numbers."""
 
 from __future__ import annotations
 
+import contextlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from dilated_attention_pytorch.cli import report
 from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
 from dilated_attention_pytorch.cli.show import ORDERS, make_order, make_view
 
@@ -49,14 +53,13 @@ def demo(
     console.print(f"{title}\nText: the sources of Python {platform.python_version()}'s standard library, a token per byte.")
     rows: list[Row] = []
     try:
-        with report.progress(console, rows) as step:
+        with _progress(console, rows) as step:
             for row in measure(settings, step):
                 rows.append(row)
     except KeyboardInterrupt:
         _print_results(console, rows)
-        typer.echo(
-            f"Interrupted: {len(rows)} of {len(settings.lengths)} lengths are finished, no picture was drawn.", err=True
-        )
+        finished = f"{len(rows)} of {len(settings.lengths)} lengths are finished"
+        typer.echo(f"Interrupted: {finished}, no picture was drawn.", err=True)
         raise typer.Exit(130) from None
     except torch.OutOfMemoryError:
         # The shorter lengths are complete, so their results are shown.
@@ -68,12 +71,8 @@ def demo(
         console.print(f"Left out: {', '.join(f'{tokens:,}' for tokens in left_out)} tokens, since {reason}.")
     if not rows:
         raise typer.Exit(1)
-    figures = {
-        "pattern.png": pictures.pattern_picture(is_causal=causal),
-        "scaling.png": pictures.scaling_picture(rows, title),
-    }
-    for name, figure in figures.items():
-        _save(console, figure, output / name, "folder")
+    _save(console, pictures.pattern_picture(is_causal=causal), output / "pattern.png", "folder")
+    _save(console, pictures.scaling_picture(rows, title), output / "scaling.png", "folder")
 
 
 @app.command()
@@ -87,7 +86,7 @@ def show(
     output: Annotated[Path, typer.Option(help="The PNG file for the picture.")] = Path("order.png"),
 ) -> None:
     """Draw an order of the tokens of a grid, its segments against row-major ones, and what one query sees."""
-    from dilated_attention_pytorch.cli.order_pictures import order_picture
+    from dilated_attention_pytorch.cli import pictures
 
     try:
         view = make_view(grid, segment_lengths, dilation_rates, query)
@@ -100,7 +99,7 @@ def show(
     console.print(f"{view.height} x {view.width} tokens, segments of {length:,}: mean perimeter of the bounding box")
     for name, drawn in orders.items():
         console.print(f"  {name:<9}  {view.perimeter(drawn):10,.1f}")
-    _save(console, order_picture(orders, view), output, "file")
+    _save(console, pictures.order_picture(orders, view), output, "file")
 
 
 def _save(console: Console, figure: Figure, path: Path, kind: str) -> None:
@@ -117,10 +116,8 @@ def _save(console: Console, figure: Figure, path: Path, kind: str) -> None:
 
 def _title(settings: Settings) -> str:
     lengths, rates = (", ".join(map(str, x)) for x in (settings.pattern.segment_lengths, settings.pattern.dilation_rates))
-    if settings.device.type == "cuda":
-        device = torch.cuda.get_device_name(settings.device)
-    else:
-        device = f"the CPU with {torch.get_num_threads()} threads"
+    cpu = f"the CPU with {torch.get_num_threads()} threads"
+    device = cpu if settings.device.type == "cpu" else torch.cuda.get_device_name(settings.device)
     return (
         f"Dilated attention, segment lengths {lengths}, rates {rates}{', causal' if settings.is_causal else ''}\n"
         f"{HEADS} heads of size {HEAD_DIM}, {str(settings.dtype).removeprefix('torch.')} on {device}"
@@ -130,7 +127,42 @@ def _title(settings: Settings) -> str:
 def _print_results(console: Console, rows: Sequence[Row]) -> None:
     if not rows:
         return
-    console.print(report.table(rows))
+    console.print(_table(rows))
     console.print("error: largest relative error of a sample of rows against float64")
     if not all(row.dense_measured for row in rows):
         console.print("~ predicted, not measured: the time of dense attention grows with the square of the tokens")
+
+
+def _seconds_text(seconds: float) -> str:
+    """Format a time with three digits: ``0.61 ms``, ``61.2 ms``, ``61.2 s``, ``1,230 s``."""
+    value, unit = (seconds * 1e3, "ms") if seconds < 1.0 else (seconds, "s")
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f} {unit}"
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """The table of results, one line per length. A time of dense attention that is predicted has a ``~``."""
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("tokens", "time", "tokens/s", "extra memory", "error", "dense time"):
+        result.add_column(name, justify="right", no_wrap=True, style="bold" if name in ("tokens", "time") else "")
+    for row in rows:
+        dense = ("" if row.dense_measured else "~") + _seconds_text(row.dense_seconds)
+        rate, memory = f"{row.tokens / row.seconds:,.0f}", f"{row.extra_bytes / 2**20:,.1f} MiB"
+        result.add_row(f"{row.tokens:,}", _seconds_text(row.seconds), rate, memory, f"{row.error:.1e}", dense)
+    return result
+
+
+@contextlib.contextmanager
+def _progress(console: Console, rows: Sequence[Row]) -> Iterator[Callable[[str, float], None]]:
+    """Show the rows so far above a live bar. The yielded function takes the next step and the fraction done.
+
+    If the output is not a terminal that can redraw lines, each step is a line on standard error instead.
+    """
+    if not console.is_terminal or console.is_dumb_terminal:
+        plain = Console(stderr=True, soft_wrap=True)
+        yield lambda step, done: plain.print(f"{done:4.0%}  {step}", highlight=False)
+        return
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    task = bar.add_task("", total=1.0)
+    with Live(get_renderable=lambda: Group(_table(rows), bar), console=console, refresh_per_second=4, transient=True):
+        yield lambda step, done: bar.update(task, description=step, completed=done)

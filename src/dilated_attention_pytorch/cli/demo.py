@@ -1,19 +1,24 @@
-"""The measurements of the demo: dilated and dense attention over growing lengths of a text."""
+"""The measurements of the demo: dilated and dense attention over growing lengths of a text.
+
+Every Python installation has the text: the sources of its standard library.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch.api import attention, attention_weights
-from dilated_attention_pytorch.cli.text import standard_library
 from dilated_attention_pytorch.measure import median_seconds, peak_extra_bytes
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.tiles import compile_plan
@@ -21,6 +26,7 @@ from dilated_attention_pytorch.plan.tiles import compile_plan
 HEADS = 8
 HEAD_DIM = 64
 _CHECKED_ROWS = 16
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}  # installed packages differ between machines
 _MOST_TOKENS = {"cpu": 65536, "cuda": 262144}
 _SHORT_CALL_S = 0.25  # shorter calls are timed three times
 _MARGIN = 1.25  # factor of a predicted time: the FLOPs do not include embedding and checking
@@ -38,13 +44,10 @@ class Settings:
     budget_s: float  # limit for all measurements together
     dense_s: float  # limit for dense attention at one length
 
-    def flops(self, tokens: int) -> int:
-        """Floating-point operations of dilated attention."""
-        return compile_plan(self.pattern, tokens, HEADS, is_causal=self.is_causal).flops(HEAD_DIM)
-
-    def dense_flops(self, tokens: int) -> int:
-        """Floating-point operations of dense attention, which is one segment with all tokens."""
-        return compile_plan(Dilated([tokens], [1]), tokens, HEADS, is_causal=self.is_causal).flops(HEAD_DIM)
+    def flops(self, tokens: int, *, dense: bool = False) -> int:
+        """Floating-point operations of dilated attention, or of dense attention: one segment with all tokens."""
+        pattern = Dilated([tokens], [1]) if dense else self.pattern
+        return compile_plan(pattern, tokens, HEADS, is_causal=self.is_causal).flops(HEAD_DIM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +61,6 @@ class Row:
     error: float
     dense_seconds: float
     dense_measured: bool  # otherwise predicted
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of dilated attention in one second."""
-        return self.tokens / self.seconds
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -86,19 +84,32 @@ def make_settings(*, quick: bool, is_causal: bool, device: torch.device, max_tok
     """The lengths and limits of a run. They suit two slow CPU cores; a GPU gets more tokens."""
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, got {max_tokens}; without it the demo chooses the lengths")
-    first = 2048 if quick else 4096
+    first, segment = (2048, 512) if quick else (4096, 2048)
     most = max_tokens or _MOST_TOKENS[device.type] // (4 if quick else 1)
     doubled = itertools.takewhile(lambda tokens: tokens < most, (first << k for k in itertools.count()))
-    segment = 512 if quick else 2048
-    return Settings(
-        pattern=Dilated([segment, 2 * segment, 4 * segment, 8 * segment], [1, 2, 4, 8]),
-        lengths=(*doubled, most),
-        is_causal=is_causal,
-        device=device,
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        budget_s=10.0 if quick else 95.0,
-        dense_s=2.0 if quick else 8.0,
-    )
+    pattern = Dilated([segment, 2 * segment, 4 * segment, 8 * segment], [1, 2, 4, 8])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    budget_s, dense_s = (10.0, 2.0) if quick else (95.0, 8.0)
+    return Settings(pattern, (*doubled, most), is_causal, device, dtype, budget_s, dense_s)
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for directory, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - _LEFT_OUT)
+        yield from (Path(directory, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def standard_library(count: int) -> bytes:
+    """The first ``count`` bytes of the standard library's sources in a fixed order, repeated if they are too short."""
+    root = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for path in _sources(root):
+        if len(text) >= count:
+            break
+        text += path.read_bytes()
+    if not text:
+        raise FileNotFoundError(f"no Python sources in {root}, which the demo reads as its text")
+    return bytes(text * -(-count // len(text)))[:count]
 
 
 def embed(text: bytes, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,7 +160,7 @@ def measure(settings: Settings, report: Callable[[str, float], None]) -> Iterato
     done = 0.0
     rate = dense_rate = None  # FLOP/s at the last length measured
     for tokens in settings.lengths:
-        flops, dense_flops = settings.flops(tokens), settings.dense_flops(tokens)
+        flops, dense_flops = settings.flops(tokens), settings.flops(tokens, dense=True)
         repeats = 3 if rate is None or flops / rate < _SHORT_CALL_S else 1
         # Besides the repeats, one call warms up and one measures memory.
         if rate is not None and (repeats + 2) * flops / rate * _MARGIN > end - time.monotonic():

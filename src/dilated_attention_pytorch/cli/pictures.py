@@ -1,22 +1,43 @@
-"""The two pictures of the demo. They do not use pyplot, so there is no global state and no window."""
+"""The two pictures of the demo and the picture of ``show``. Without pyplot, there is no global state and no window."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from torch import Tensor
 
 from dilated_attention_pytorch.cli.demo import Row
+from dilated_attention_pytorch.cli.show import View
+from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.dilated import Dilated
 
 _DILATED, _DENSE, _REFERENCE = "#1f5fa8", "#c8551b", "#777777"
+_QUERY, _BORDER, _END, _NOTHING = "#c8551b", "#33475b", "#b01030", "#f4f4f4"
+_SEGMENTS = ListedColormap(["#dce8f4", "#a9c9e6", "#f0e2c8", "#cfe3cd"])
+# Colours of branches: the first branch is the darkest, and branches after the sixth share a colour.
+_BRANCHES = ("#123f7a", "#3f86c6", "#8dbb72", "#bb8fc4", "#e0b04c", "#8a8a8a")
+_PANEL = 4.0  # inches of a panel's width
+_FIRST, _LAST = "o", "s"  # markers
+_RING: dict[str, Any] = {
+    "linestyle": "none",
+    "marker": "o",
+    "color": _QUERY,
+    "markerfacecolor": "none",
+    "markeredgewidth": 2,
+}
 
 
 def pattern_picture(*, is_causal: bool) -> Figure:
@@ -34,9 +55,8 @@ def pattern_picture(*, is_causal: bool) -> Figure:
             edgecolors="#e4e4e4", linewidth=0.3,
         )  # fmt: skip
         axes.set(title=f"head {head}", xlabel="key position", aspect="equal", xlim=(0, tokens), ylim=(tokens, 0))
-        # A label is at the centre of its cell.
-        axes.set_xticks([k + 0.5 for k in range(0, tokens, 8)], labels=range(0, tokens, 8))
-        axes.set_yticks([k + 0.5 for k in range(0, tokens, 8)], labels=range(0, tokens, 8))
+        for axis in (axes.xaxis, axes.yaxis):  # a label is at the centre of its cell
+            axis.set_ticks([k + 0.5 for k in range(0, tokens, 8)], labels=range(0, tokens, 8))
     panels[0].set_ylabel("query position")
     bar = figure.colorbar(
         image, ax=panels, ticks=range(branches + 1), label="branches in which the pair meets", pad=0.01, shrink=0.83
@@ -56,22 +76,13 @@ def scaling_picture(rows: Sequence[Row], title: str) -> Figure:
     tokens = [row.tokens for row in rows]
 
     time.plot(tokens, [row.seconds for row in rows], "o-", color=_DILATED, label="dilated attention")
-    measured = [row for row in rows if row.dense_measured]
-    if measured:
-        time.plot(
-            [r.tokens for r in measured],
-            [r.dense_seconds for r in measured],
-            "s-",
-            color=_DENSE,
-            label="dense attention, measured",
-        )
-    if len(measured) < len(rows):
-        # The line starts at the last measured point, so that it has no gap.
-        predicted = measured[-1:] + [row for row in rows if not row.dense_measured]
-        time.plot(
-            [r.tokens for r in predicted], [r.dense_seconds for r in predicted], "--", color=_DENSE,
-            label="dense attention, predicted",
-        )  # fmt: skip
+    measured, predicted = ([row for row in rows if row.dense_measured == wanted] for wanted in (True, False))
+    if predicted:  # the line starts at the last measured point, so that it has no gap
+        predicted = measured[-1:] + predicted
+    for points, style, kind in ((measured, "s-", "measured"), (predicted, "--", "predicted")):
+        if points:
+            x, y = [row.tokens for row in points], [row.dense_seconds for row in points]
+            time.plot(x, y, style, color=_DENSE, label=f"dense attention, {kind}")
     time.set(title="Time of one forward pass", ylabel="seconds")
 
     memory.plot(tokens, [row.extra_bytes / 2**20 for row in rows], "o-", color=_DILATED, label="dilated attention")
@@ -79,23 +90,100 @@ def scaling_picture(rows: Sequence[Row], title: str) -> Figure:
     memory.set(title="Memory beyond the inputs", ylabel="MiB")
 
     for axes in (time, memory):
-        _logarithmic(axes)
+        axes.set_xscale("log", base=2)
+        axes.set(yscale="log", xlabel="tokens")
+        axes.xaxis.set(major_locator=LogLocator(2), major_formatter=FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axes.yaxis.set(
+            major_locator=LogLocator(10, subs=(1.0, 2.0, 5.0)), major_formatter=FuncFormatter(lambda y, _: f"{y:g}")
+        )
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_locator(NullLocator())
+        axes.grid(color="#e4e4e4", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="upper left")
     return figure
 
 
-def _logarithmic(axes: Axes) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens")
-    axes.xaxis.set_major_locator(LogLocator(2))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(color="#e4e4e4", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+def order_picture(orders: Mapping[str, Order], view: View) -> Figure:
+    """A figure with a row of three panels for each order."""
+    panel_height = min(2 * _PANEL, max(1.2, _PANEL * view.height / view.width))
+    figure = Figure(figsize=(3 * _PANEL, len(orders) * (panel_height + 0.3) + 0.8), layout="constrained")
+    rows = figure.subplots(len(orders), 3, squeeze=False)
+    for (name, order), (curve, segments, seen) in zip(orders.items(), rows, strict=True):
+        _draw_curve(curve, view.cells(order))
+        curve.set_title(f"{name}: the order of the tokens")
+        _draw_segments(segments, view, order)
+        segments.set_title(f"segments of {view.pattern.segment_lengths[0]:,}: mean perimeter {view.perimeter(order):,.1f}")
+        found = view.seen(order)
+        _draw_seen(seen, found, view.query)
+        seen.set_title(f"one query sees {int((found >= 0).sum()):,} of {found.numel():,}")
+        for axes in (curve, segments, seen):
+            # Cell edges are at integers.
+            axes.set(xlim=(0, view.width), ylim=(view.height, 0), aspect="equal", xticks=[], yticks=[])
+    handles: list[Artist] = [
+        Patch(color=_branch_colour(i), label=f"segment {w:,}, rate {r}") for i, (w, r) in enumerate(view.pattern.branches)
+    ]
+    handles.append(Line2D([], [], **_RING, label="query"))
+    for name, marker in (("first", _FIRST), ("last", _LAST)):
+        handles.append(Line2D([], [], linestyle="none", marker=marker, color=_END, label=f"{name} token"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
+    figure.suptitle(f"{view.height} x {view.width} tokens")
+    return figure
+
+
+def _branch_colour(branch: int) -> str:
+    return _BRANCHES[min(branch, len(_BRANCHES) - 1)]
+
+
+def _draw_curve(axes: Axes, cells: Tensor) -> None:
+    """Draw a line through the centres of the cells, from dark to light."""
+    points = cells.flip(-1).double() + 0.5
+    width = min(2.0, 0.25 * 72 * _PANEL / (int(cells.max()) + 1))  # a quarter of a cell, at most 2 points
+    steps = torch.stack((points[:-1], points[1:]), 1).tolist()
+    lines = LineCollection(steps, cmap="viridis", linewidth=width, capstyle="round")
+    lines.set_array(torch.arange(len(points) - 1).numpy())
+    axes.add_collection(lines)
+    for point, marker in ((points[0], _FIRST), (points[-1], _LAST)):
+        axes.plot(*point.tolist(), marker, color=_END, markersize=6, clip_on=False, zorder=3)
+
+
+def _draw_segments(axes: Axes, view: View, order: Order) -> None:
+    segments = view.segments(order)
+    axes.imshow(
+        segments.numpy() % _SEGMENTS.N, cmap=_SEGMENTS, vmin=-0.5, vmax=_SEGMENTS.N - 0.5,
+        extent=(0, view.width, view.height, 0), interpolation="nearest",
+    )  # fmt: skip
+    _draw_borders(axes, segments)
+    row, column = view.query
+    rows, columns = (segments == segments[row, column]).nonzero().unbind(-1)
+    top, left = int(rows.min()), int(columns.min())
+    box = (int(columns.max()) + 1 - left, int(rows.max()) + 1 - top)
+    axes.add_patch(Rectangle((left, top), *box, fill=False, edgecolor=_QUERY, linewidth=2, clip_on=False, zorder=4))
+    _draw_query(axes, view.query)
+
+
+def _draw_borders(axes: Axes, segments: Tensor) -> None:
+    """Draw lines between neighbouring cells of different segments."""
+    above = (segments[1:] != segments[:-1]).nonzero()  # (row, column): between row and row + 1
+    beside = (segments[:, 1:] != segments[:, :-1]).nonzero()
+    across = [((x, y + 1), (x + 1, y + 1)) for y, x in above.tolist()]
+    down = [((x + 1, y), (x + 1, y + 1)) for y, x in beside.tolist()]
+    axes.add_collection(LineCollection(across + down, colors=_BORDER, linewidth=0.7, capstyle="projecting"))
+
+
+def _draw_seen(axes: Axes, found: Tensor, query: tuple[int, int]) -> None:
+    branches = int(found.max()) + 1
+    colours = ListedColormap([_NOTHING, *map(_branch_colour, range(branches))])
+    height, width = found.shape
+    axes.imshow(
+        found.numpy(), cmap=colours, vmin=-1.5, vmax=branches - 0.5, extent=(0, width, height, 0), interpolation="nearest"
+    )
+    _draw_query(axes, query)
+
+
+def _draw_query(axes: Axes, query: tuple[int, int]) -> None:
+    row, column = query
+    axes.plot(column + 0.5, row + 0.5, **_RING, markersize=9, clip_on=False, zorder=5)
 
 
 def save(figure: Figure, path: Path) -> None:

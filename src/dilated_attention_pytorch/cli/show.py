@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.orders.compactness import perimeters
-from dilated_attention_pytorch.orders.order import Hilbert, Identity, Order, Striped, ZigZag
+from dilated_attention_pytorch.orders.order import Hilbert, Identity, Order, Striped, ZigZag, perimeters
 from dilated_attention_pytorch.patterns.dilated import Dilated
 
 ORDERS = ("hilbert", "row-major", "zigzag", "striped")

@@ -6,13 +6,9 @@ from dilated_attention_pytorch.nn.attention import (
     DilatedAttention,
     RingDilatedAttention,
 )
-from dilated_attention_pytorch.nn.multihead import BlockSparseRingDistributedDilatedAttention, MultiheadDilatedAttention
+from dilated_attention_pytorch.nn.projected import BlockSparseRingDistributedDilatedAttention, MultiheadDilatedAttention
 
 __all__ = [
-    "Attention",
-    "BlockSparseRingDilatedAttention",
-    "BlockSparseRingDistributedDilatedAttention",
-    "DilatedAttention",
-    "MultiheadDilatedAttention",
-    "RingDilatedAttention",
-]
+    "Attention", "BlockSparseRingDilatedAttention", "BlockSparseRingDistributedDilatedAttention", "DilatedAttention",
+    "MultiheadDilatedAttention", "RingDilatedAttention",
+]  # fmt: skip

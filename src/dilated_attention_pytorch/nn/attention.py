@@ -58,66 +58,47 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self,
-        pattern: Dilated | BlockSparse | DistributedSparseConfig,
-        *,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        mixing_gradient: str = "exact",
-        backend: str = "auto",
-        order: Order | None = None,
-        ordered: bool | None = None,
-        group: ProcessGroup | DeviceMesh | Sharding | None = None,
+        self, pattern: Dilated | BlockSparse | DistributedSparseConfig, *, scale: float | None = None,
+        dropout_p: float = 0.0, mixing_gradient: str = "exact", backend: str = "auto", order: Order | None = None,
+        ordered: bool | None = None, group: ProcessGroup | DeviceMesh | Sharding | None = None,
         layout: str | Shards | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.sharding = as_sharding(group, layout)
-        options = AttentionOptions(
-            scale=scale, dropout_p=dropout_p, mixing_gradient=mixing_gradient, backend=backend, order=order,
-            ordered=ordered, group=self.sharding,
-        )  # fmt: skip
-        check_options(options)
-        if isinstance(pattern, DistributedSparseConfig):
-            if self.sharding is None:
-                raise ValueError(
-                    "the pattern of a DistributedSparseConfig follows from the shards of the ranks: pass group, or "
-                    "pattern=config.pattern(shards) on one device"
-                )
-        else:
+        self.pattern, self.sharding = pattern, as_sharding(group, layout)
+        self.scale, self.dropout_p, self.mixing_gradient, self.backend = scale, dropout_p, mixing_gradient, backend
+        self.order, self.ordered = order, ordered
+        check_options(self._options())
+        if not isinstance(pattern, DistributedSparseConfig):
             check_pattern(pattern)
             if self.sharding is not None:
                 self.sharding.check_pattern(pattern)
-        self.pattern = pattern
-        self.scale = scale
-        self.dropout_p = dropout_p
-        self.mixing_gradient = mixing_gradient
-        self.backend = backend
-        self.order = order
-        self.ordered = ordered
+        elif self.sharding is None:
+            raise ValueError(
+                "the pattern of a DistributedSparseConfig follows from the shards of the ranks: pass group, or "
+                "pattern=config.pattern(shards) on one device"
+            )
+
+    def _options(self) -> AttentionOptions:
+        return {
+            "scale": self.scale, "dropout_p": self.dropout_p, "mixing_gradient": self.mixing_gradient,
+            "backend": self.backend, "order": self.order, "ordered": self.ordered, "group": self.sharding,
+        }  # fmt: skip
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        is_causal: bool = False,
-        *,
-        lengths: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, is_causal: bool = False, *,
+        lengths: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend (B, N, H, D) over (B, M, G, D) and return (B, N, H, D).
 
         ``key`` defaults to ``query`` and ``value`` to ``key``. See ``attention`` for the other arguments.
         """
         inputs = self.report_errors(self._inputs, query, key, value)
         sharding = self._sharding_of_call()
-        out: Tensor = attention(
-            *inputs, self._pattern_of_call(inputs.key, sharding), is_causal=is_causal, scale=self.scale,
-            dropout_p=self.dropout_p if self.training else 0.0, lengths=lengths, cu_seqlens=cu_seqlens,
-            mixing_gradient=self.mixing_gradient, backend=self.backend, order=self.order, ordered=self.ordered,
-            group=sharding,
-        )  # fmt: skip
-        return out
+        options: AttentionOptions = {
+            **self._options(), "is_causal": is_causal, "lengths": lengths, "cu_seqlens": cu_seqlens,
+            "dropout_p": self.dropout_p if self.training else 0.0, "group": sharding,
+        }  # fmt: skip
+        return attention(*inputs, self._pattern_of_call(inputs.key, sharding), **options)
 
     def report_errors(self, prepare: Callable[..., T], *arguments: Any) -> T:
         """Return ``prepare(*arguments)``. If it raises on a rank, the other ranks raise as well instead of waiting for it.
@@ -152,9 +133,8 @@ class Attention(nn.Module):
 
         if dist.group.WORLD is None:
             raise RuntimeError(
-                "a sequence that is sharded over ranks needs a process group: start with torchrun and call "
-                "torch.distributed.init_process_group(), or use DilatedAttention or BlockSparseRingDilatedAttention on one "
-                "device"
+                "a sharded sequence needs a process group: start with torchrun and call torch.distributed."
+                "init_process_group(), or use DilatedAttention or BlockSparseRingDilatedAttention on one device"
             )
         return replace(self.sharding, group=dist.group.WORLD)
 
@@ -179,11 +159,7 @@ class Attention(nn.Module):
         pattern: Any = self.pattern
         if isinstance(pattern, BlockSparse):
             pattern = pattern.digest if pattern.config is None else pattern.config
-        options = {
-            "scale": self.scale, "dropout_p": self.dropout_p, "mixing_gradient": self.mixing_gradient,
-            "backend": self.backend, "order": self.order, "ordered": self.ordered, "group": self.sharding,
-        }  # fmt: skip
-        return ", ".join([str(pattern), *(f"{name}={x!r}" for name, x in options.items() if x is not None)])
+        return ", ".join([str(pattern), *(f"{name}={x!r}" for name, x in self._options().items() if x is not None)])
 
 
 class DilatedAttention(Attention):
@@ -197,14 +173,9 @@ class DilatedAttention(Attention):
     """
 
     def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        *,
-        offsets: str | Sequence[int] = "interleaved",
-        torchscale_padding: bool = False,
-        **options: Unpack[ModuleOptions],
-    ) -> None:
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *,
+        offsets: str | Sequence[int] = "interleaved", torchscale_padding: bool = False, **options: Unpack[ModuleOptions],
+    ) -> None:  # fmt: skip
         super().__init__(Dilated(segment_lengths, dilation_rates, offsets, torchscale_padding), **options)
 
 
@@ -218,13 +189,9 @@ class RingDilatedAttention(Attention):
     """
 
     def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        *,
-        offsets: str | Sequence[int] = "interleaved",
-        **options: Unpack[ModuleOptions],
-    ) -> None:
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *,
+        offsets: str | Sequence[int] = "interleaved", **options: Unpack[ModuleOptions],
+    ) -> None:  # fmt: skip
         default_to_all_ranks(options)
         super().__init__(Dilated(segment_lengths, dilation_rates, offsets), **options)
 
@@ -246,12 +213,9 @@ class BlockSparseRingDilatedAttention(Attention):
     """
 
     def __init__(
-        self,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
-        sparse_config: SparsePatternConfig | None = None,
-        **options: Unpack[ModuleOptions],
-    ) -> None:
+        self, segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = None,
+        sparse_config: SparsePatternConfig | None = None, **options: Unpack[ModuleOptions],
+    ) -> None:  # fmt: skip
         config = SparsePatternConfig("dilated_sparse", 0.1) if sparse_config is None else sparse_config
         if not isinstance(config, SparsePatternConfig):
             raise TypeError(f"sparse_config must be a SparsePatternConfig, got {type(config).__name__}")
@@ -269,9 +233,8 @@ def _with_branches(config: SparsePatternConfig, lengths: Sequence[int], rates: S
         )
     given = Dilated(config.segment_lengths, config.dilation_rates) if config.segment_lengths else branches
     if given != branches:
-        raise ValueError(
-            f"sparse_config has the branches {given.branches}, the module {branches.branches}; leave out one of them"
-        )
+        got = f"the branches {given.branches}, the module {branches.branches}"
+        raise ValueError(f"sparse_config has {got}; leave out one of them")
     return replace(config, segment_lengths=branches.segment_lengths, dilation_rates=branches.dilation_rates)
 
 

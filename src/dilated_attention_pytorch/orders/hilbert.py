@@ -19,14 +19,8 @@ from dilated_attention_pytorch.dispatch import define_operator
 Device = torch.device | str | None
 
 LONGEST_SIDE = 2**31  # coordinates on a grid are int32
-
 # Floating-point coordinates are rounded to this many bits. That is finer than any image, and 3-D codes fit 63 bits.
 _FLOAT_BITS = 21
-
-
-def most_bits(dims: int) -> int:
-    """The most bits of a coordinate: the codes are int64."""
-    return 63 // dims
 
 
 def codes(coords: Tensor, bits: int) -> Tensor:
@@ -66,25 +60,15 @@ def _copies(dims: int) -> tuple[tuple[tuple[int, int, bool], ...], ...]:
 
     def points(bits: int) -> list[tuple[int, ...]]:
         every = torch.cartesian_prod(*[torch.arange(1 << bits, device="cpu")] * dims)
-        found: list[tuple[int, ...]] = [tuple(point) for point in every[codes(every, bits).argsort()].tolist()]
-        return found
+        return [tuple(point) for point in every[codes(every, bits).argsort()].tolist()]
 
     corners, fine = points(1), points(2)
-    columns = list(zip(*corners, strict=True))
+    columns = list(enumerate(zip(*corners, strict=True)))
+    axis_of = {tuple(x ^ mirrored for x in column): (j, mirrored) for mirrored in (False, True) for j, column in columns}
     result = []
     for copy, corner in enumerate(corners):
-        inside = [[x & 1 for x in axis] for axis in zip(*fine[copy << dims : (copy + 1) << dims], strict=True)]
-        result.append(
-            tuple(
-                next(
-                    (corner[i], j, mirrored)
-                    for j, column in enumerate(columns)
-                    for mirrored in (False, True)
-                    if inside[i] == [x ^ mirrored for x in column]
-                )
-                for i in range(dims)
-            )
-        )
+        inside = zip(*fine[copy << dims : (copy + 1) << dims], strict=True)
+        result.append(tuple((c, *axis_of[tuple(x & 1 for x in axis)]) for c, axis in zip(corner, inside, strict=True)))
     return tuple(result)
 
 
@@ -161,25 +145,21 @@ def _cells(coords: Tensor) -> tuple[Tensor, int]:
         raise ValueError(f"coordinates must be finite, got {coords[tuple(bad)].item()} at {bad}; drop such points first")
     if bool((exact < 0).any()):
         bad = (exact < 0).nonzero()[0].tolist()
-        raise ValueError(
-            f"coordinates must not be negative, got {coords[tuple(bad)].item()} at {bad}; subtract the smallest of each "
-            "axis first"
-        )
+        got = f"{coords[tuple(bad)].item()} at {bad}"
+        raise ValueError(f"coordinates must not be negative, got {got}; subtract the smallest of each axis first")
     if coords.is_floating_point():
         low, high = exact.amin(-2, keepdim=True), exact.amax(-2, keepdim=True)
-        longest = (high - low).amax(-1, keepdim=True)
-        last = 2**_FLOAT_BITS - 1
+        longest, last = (high - low).amax(-1, keepdim=True), 2**_FLOAT_BITS - 1
         scaled = (exact - low) / longest.masked_fill(longest == 0, 1.0) * last
         return scaled.to(torch.int64).clamp_(max=last), _FLOAT_BITS
     # Each sample has its own number of bits, so that its order does not depend on the other samples.
     largest = exact.amax((-2, -1), keepdim=True)
     own_bits = torch.frexp(largest.to(torch.float64)).exponent.clamp(min=1)
     dims, bits = exact.shape[-1], int(own_bits.max())
-    most = most_bits(dims)
-    if bits > most:
+    if bits > 63 // dims:  # the codes are int64
         raise ValueError(
-            f"integer coordinates in {dims}-D must be below 2**{most}, got {int(largest.max())}; subtract the smallest of "
-            "each axis, or pass floating-point coordinates, which are scaled"
+            f"integer coordinates in {dims}-D must be below 2**{63 // dims}, got {int(largest.max())}; subtract the "
+            "smallest of each axis, or pass floating-point coordinates, which are scaled"
         )
     return exact << (bits - own_bits), bits
 
@@ -204,6 +184,4 @@ def _order_of(coords: Tensor) -> Tensor:
 
 grid_of = define_operator("hilbert_grid", _grid_of, lambda on, shape: on.new_empty(prod(shape), dtype=torch.int64))
 line_of = define_operator("hilbert_line", _line_of, lambda on, n: on.new_empty(n, dtype=torch.int64))
-order_of = define_operator(
-    "hilbert_order", _order_of, lambda coords: coords.new_empty(coords.shape[:-1], dtype=torch.int64)
-)
+order_of = define_operator("hilbert_order", _order_of, lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64))

@@ -86,7 +86,7 @@ class Order:
     def __init__(self, positions: Tensor, description: str, places: Tensor | None = None) -> None:
         if not isinstance(positions, Tensor):
             raise TypeError(
-                f"an order is made by Hilbert.grid(height, width), ZigZag(n, world_size), Order.from_permutation(p) and so "
+                "an order is made by Hilbert.grid(height, width), ZigZag(n, world_size), Order.from_permutation(p) and so "
                 f"on, not by {type(self).__name__}({positions!r}, ...)"
             )
         if places is None:
@@ -112,21 +112,16 @@ class Order:
             raise TypeError(f"a permutation holds integers, got {given.dtype}; p.argsort() makes one of any values")
         if given.dim() not in (1, 2):
             raise ValueError(f"a permutation must be (n,) or (batch, n), got shape {tuple(given.shape)}")
-        positions = given.to(torch.int64, copy=True)
-        n = positions.shape[-1]
+        positions, n = given.to(torch.int64, copy=True), given.shape[-1]
+        rule = f"a permutation of {n} positions holds each of 0 to {n - 1} once"
+        hint = "p.argsort().argsort() makes ranks of any values"
         low, high = (int(positions.min()), int(positions.max())) if positions.numel() else (0, 0)
         if low < 0 or high > max(0, n - 1):
-            raise ValueError(
-                f"a permutation of {n} positions holds each of 0 to {n - 1} once, got values from {low} to {high}; "
-                "p.argsort().argsort() makes ranks of any values"
-            )
+            raise ValueError(f"{rule}, got values from {low} to {high}; {hint}")
         missing = torch.ones_like(positions, dtype=torch.bool).scatter_(-1, positions, False)
         if missing.any():
             example = int(missing.nonzero()[0, -1])
-            raise ValueError(
-                f"a permutation of {n} positions holds each of 0 to {n - 1} once, got {int(missing.sum())} of them not at "
-                f"all, for example {example}; p.argsort().argsort() makes ranks of any values"
-            )
+            raise ValueError(f"{rule}, got {int(missing.sum())} of them not at all, for example {example}; {hint}")
         return Order(positions, "Order.from_permutation({})")
 
     @property
@@ -194,16 +189,13 @@ class Order:
 
     def _check(self, x: Tensor, dim: int) -> None:
         check_dim(x, dim)
+        shape = tuple(x.shape)
         if x.shape[dim] != len(self):
-            raise ValueError(
-                f"the order is over {len(self)} positions, got {x.shape[dim]} in dimension {dim} of a tensor of shape "
-                f"{tuple(x.shape)}; pass the dimension of the sequence as dim"
-            )
+            got = f"got {x.shape[dim]} in dimension {dim} of a tensor of shape {shape}"
+            raise ValueError(f"the order is over {len(self)} positions, {got}; pass the dimension of the sequence as dim")
         if self._positions.dim() == 2 and (dim % x.dim() == 0 or x.shape[0] != self._positions.shape[0]):
-            raise ValueError(
-                f"an order for each of {self._positions.shape[0]} samples needs them in dimension 0 and the sequence in "
-                f"another, got a tensor of shape {tuple(x.shape)} and dim={dim}"
-            )
+            rule = f"an order for each of {self._positions.shape[0]} samples needs them in dimension 0"
+            raise ValueError(f"{rule} and the sequence in another, got a tensor of shape {shape} and dim={dim}")
         if x.device != self.device:
             raise ValueError(f"the order is on {self.device} and the tensor on {x.device}; use order.to({str(x.device)!r})")
 
@@ -241,11 +233,12 @@ def _shape(positions: Tensor) -> str:
     return n if positions.dim() == 1 else f"{positions.shape[0]} samples of {n}"
 
 
-def _check_size(name: str, value: int, least: int = 0) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+def _check_sizes(least: int = 0, **sizes: int) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def _on(device: Device) -> Tensor:
@@ -257,7 +250,7 @@ class Identity(Order):
     """The order that moves no position."""
 
     def __init__(self, n: int, *, device: Device = None) -> None:
-        _check_size("n", n)
+        _check_sizes(n=n)
         super().__init__(torch.arange(n, device=device), f"Identity({n})")
 
 
@@ -269,15 +262,13 @@ class ZigZag(Order):
     """
 
     def __init__(self, n: int, world_size: int, *, device: Device = None) -> None:
-        _check_size("n", n)
-        _check_size("world_size", world_size, least=1)
-        lengths = [n // world_size + (rank < n % world_size) for rank in range(world_size)]
-        early, late, ranges = 0, n, []
-        for length in lengths:
-            half = (length + 1) // 2
-            ranges.append(torch.arange(early, early + half, device=device))
-            ranges.append(torch.arange(late - (length - half), late, device=device))
-            early, late = early + half, late - (length - half)
+        _check_sizes(n=n)
+        _check_sizes(least=1, world_size=world_size)
+        start, stop, ranges = 0, n, []
+        for length in (n // world_size + (rank < n % world_size) for rank in range(world_size)):
+            early, late = start + (length + 1) // 2, stop - length // 2
+            ranges += [torch.arange(start, early, device=device), torch.arange(late, stop, device=device)]
+            start, stop = early, late
         super().__init__(torch.cat(ranges), f"ZigZag({n}, {world_size})")
 
 
@@ -289,8 +280,8 @@ class Striped(Order):
     """
 
     def __init__(self, n: int, world_size: int, *, device: Device = None) -> None:
-        _check_size("n", n)
-        _check_size("world_size", world_size, least=1)
+        _check_sizes(n=n)
+        _check_sizes(least=1, world_size=world_size)
         stripes = [torch.arange(min(rank, n), n, world_size, device=device) for rank in range(world_size)]
         super().__init__(torch.cat(stripes), f"Striped({n}, {world_size})")
 
@@ -314,7 +305,7 @@ class Hilbert(Order):
                 "passed as Hilbert.grid(*shape)"
             )
         for name, size in zip(("depth", "height", "width")[-len(shape) :], shape, strict=True):
-            _check_size(name, size)
+            _check_sizes(**{name: size})
             if size > hilbert.LONGEST_SIDE:
                 raise ValueError(f"{name} must be at most 2**31, got {size}; Hilbert.line(n) orders a sequence")
         return Hilbert(hilbert.grid_of(_on(device), shape), f"Hilbert.grid{shape}")
@@ -322,7 +313,7 @@ class Hilbert(Order):
     @staticmethod
     def line(n: int, *, device: Device = None) -> Hilbert:
         """The sequence is written row by row into the smallest square that holds it, and read along the curve."""
-        _check_size("n", n)
+        _check_sizes(n=n)
         return Hilbert(hilbert.line_of(_on(device), n), f"Hilbert.line({n})")
 
     @staticmethod
@@ -332,8 +323,8 @@ class Hilbert(Order):
         >>> Hilbert.segments(6, 4).positions
         tensor([0, 1, 3, 2, 4, 5])
         """
-        _check_size("n", n)
-        _check_size("length", length, least=1)
+        _check_sizes(n=n)
+        _check_sizes(least=1, length=length)
         whole, on = n // length, _on(device)
         positions = whole * length + hilbert.line_of(on, n - whole * length)
         if whole:  # no curve is made for a length larger than the sequence
@@ -355,10 +346,26 @@ class Hilbert(Order):
         """
         points = torch.as_tensor(coords, device=device).detach()
         if points.dim() not in (2, 3) or points.shape[-1] not in (2, 3):
-            raise ValueError(
-                f"coordinates must be (n, 2), (n, 3), (batch, n, 2) or (batch, n, 3), got shape {tuple(points.shape)}"
-            )
+            shapes = "(n, 2), (n, 3), (batch, n, 2) or (batch, n, 3)"
+            raise ValueError(f"coordinates must be {shapes}, got shape {tuple(points.shape)}")
         if points.is_complex() or points.dtype == torch.bool:
             raise TypeError(f"coordinates are integers or floating-point numbers, got {points.dtype}")
-        positions = hilbert.order_of(points)
-        return Hilbert(positions, "Hilbert.coordinates({})")
+        return Hilbert(hilbert.order_of(points), "Hilbert.coordinates({})")
+
+
+def perimeters(points: Tensor, segment_length: int) -> Tensor:
+    """The perimeter of the bounding box of each segment, in cells: (segments,). The cells (n, 2) are in order.
+
+    >>> row_by_row = torch.cartesian_prod(torch.arange(4), torch.arange(4))
+    >>> perimeters(row_by_row, 4)  # every segment is a row of 1 x 4
+    tensor([10, 10, 10, 10])
+    >>> perimeters(row_by_row, 7)  # the last one has two cells
+    tensor([12, 14,  6])
+    """
+    n = points.shape[0]
+    if n == 0:
+        return points.new_zeros(0)
+    segment_length = min(segment_length, n)
+    # Copies of the last point complete the last segment without enlarging its box.
+    whole = torch.cat((points, points[-1:].expand(-n % segment_length, -1))).view(-1, segment_length, 2)
+    return 2 * (whole.amax(1) - whole.amin(1) + 1).sum(-1)

@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -45,11 +45,6 @@ def check_ratio(name: str, ratio: Any) -> None:
         raise ValueError(f"{name} is the fraction of blocks computed, 0 < ratio <= 1, got {ratio!r}; 0.1 computes 10 %")
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} counts tokens: it must be an integer, at least {least}, got {value!r}")
-
-
 @dataclass(frozen=True)
 class SparsePatternConfig:
     """Which key blocks a query block reads: ``max(1, ceil(sparsity_ratio * v))`` of the ``v`` blocks that it sees.
@@ -70,8 +65,7 @@ class SparsePatternConfig:
     * ``"adaptive"``: for each sample and head, the blocks with the highest products of mean query and mean key. The choice
       is not differentiated.
 
-    ``sparsity_ratio`` is the fraction of blocks **computed**. It is rounded to a fraction with a denominator of at most a
-    million.
+    ``sparsity_ratio`` is the fraction of blocks **computed**, rounded to a denominator of at most a million.
 
     >>> SparsePatternConfig("local_window", 0.1).block_size
     128
@@ -90,16 +84,17 @@ class SparsePatternConfig:
 
     def __post_init__(self) -> None:
         if self.pattern_type not in PATTERN_TYPES:
-            names = ", ".join(map(repr, PATTERN_TYPES))
             raise ValueError(
-                f"pattern_type must be one of {names}, got {self.pattern_type!r}; for a mask of your own use "
-                "BlockSparse.custom(mask, block_size=...)"
+                f"pattern_type must be one of {', '.join(map(repr, PATTERN_TYPES))}, got {self.pattern_type!r}; for a mask "
+                "of your own use BlockSparse.custom(mask, block_size=...)"
             )
         check_ratio("sparsity_ratio", self.sparsity_ratio)
         object.__setattr__(self, "sparsity_ratio", float(self.sparsity_ratio))
         check_block_size(self.block_size)
-        _check_count("local_window_size", self.local_window_size, 1)
-        _check_count("global_tokens", self.global_tokens, 1)
+        for name in ("local_window_size", "global_tokens"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} counts tokens: it must be an integer, at least 1, got {count!r}")
         for name in ("segment_lengths", "dilation_rates"):
             values = getattr(self, name)
             object.__setattr__(self, name, tuple(values) if isinstance(values, list | tuple) else values)
@@ -107,7 +102,6 @@ class SparsePatternConfig:
             branches = Dilated(self.segment_lengths, self.dilation_rates)
             object.__setattr__(self, "segment_lengths", branches.segment_lengths)
             object.__setattr__(self, "dilation_rates", branches.dilation_rates)
-
         for name, reader in _READ_BY.items():
             if reader != self.pattern_type and getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
@@ -117,22 +111,6 @@ class SparsePatternConfig:
         lengths, rates = (",".join(map(str, x)) for x in (self.segment_lengths, self.dilation_rates))
         sizes = f"{self.block_size}|{self.local_window_size}|{self.global_tokens}"
         object.__setattr__(self, "spec", f"{self.pattern_type}|{self.sparsity_ratio!r}|{sizes}|{lengths}|{rates}")
-
-    def check_complete(self) -> None:
-        """Raise if the pattern needs branches and has none, or has branches that it cannot use."""
-        if self.pattern_type != "dilated_sparse":
-            return
-        rates = sorted(self.dilation_rates)
-        if not rates:
-            raise ValueError(
-                "pattern_type 'dilated_sparse' needs segment_lengths and dilation_rates, got none; write for example "
-                "SparsePatternConfig('dilated_sparse', 0.1, segment_lengths=[4096, 8192], dilation_rates=[1, 2])"
-            )
-        if any(b % a for a, b in pairwise(rates)):
-            raise ValueError(
-                f"the sorted dilation_rates of 'dilated_sparse' must divide one another, got {tuple(rates)}; use for "
-                "example 1, 2, 4"
-            )
 
     @property
     def ratio(self) -> Fraction:
@@ -147,9 +125,7 @@ class SparsePatternConfig:
         branches = ([int(x) for x in values.split(",") if x] for values in (lengths, rates))
         return SparsePatternConfig(kind, float(ratio), int(block_size), int(window), int(tokens), *branches)
 
-    def rows(
-        self, first: int, blocks: int, is_causal: bool, device: torch.device | None = None
-    ) -> rules.Rows:  # fmt: skip
+    def rows(self, first: int, blocks: int, is_causal: bool, device: torch.device | None = None) -> rules.Rows:
         """The query blocks ``first .. blocks - 1`` and their budgets."""
         return rules.Rows.of(self.ratio, first, blocks, is_causal, device)
 
@@ -200,15 +176,22 @@ class BlockSparse:
     spec: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        spec = f"mask|{self.block_size}" if self.config is None else self.config.spec
-        object.__setattr__(self, "spec", spec)
+        object.__setattr__(self, "spec", f"mask|{self.block_size}" if self.config is None else self.config.spec)
 
     @staticmethod
     def from_config(config: SparsePatternConfig) -> BlockSparse:
         """The pattern that a configuration describes, for any length."""
         if not isinstance(config, SparsePatternConfig):
             raise TypeError(f"config must be a SparsePatternConfig, got {type(config).__name__}")
-        config.check_complete()
+        rates = sorted(config.dilation_rates)
+        if config.pattern_type == "dilated_sparse" and not rates:
+            raise ValueError(
+                "pattern_type 'dilated_sparse' needs segment_lengths and dilation_rates, got none; write for example "
+                "SparsePatternConfig('dilated_sparse', 0.1, segment_lengths=[4096, 8192], dilation_rates=[1, 2])"
+            )
+        if any(b % a for a, b in pairwise(rates)):
+            got = f"got {tuple(rates)}; use for example 1, 2, 4"
+            raise ValueError(f"the sorted dilation_rates of 'dilated_sparse' must divide one another, {got}")
         return BlockSparse(config, config.block_size)
 
     @staticmethod
@@ -221,16 +204,15 @@ class BlockSparse:
         """
         check_block_size(block_size)
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask must be a boolean tensor, got {_described(mask)}; use torch.as_tensor(mask).bool()")
+            got = f"a tensor of {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask must be a boolean tensor, got {got}; use torch.as_tensor(mask).bool()")
         if mask.dim() not in (2, 3) or 0 in mask.shape or mask.shape[-2] > mask.shape[-1]:
             raise ValueError(
                 "mask must be (query blocks, key blocks) or (query heads, query blocks, key blocks), with at most as many "
                 f"query blocks as key blocks and at least one: got {tuple(mask.shape)}"
             )
         if mask.is_meta:
-            raise ValueError(
-                "mask must have values, from which lists are made: got one on the meta device; make it on the CPU"
-            )
+            raise ValueError("mask must have values to make lists from, got one on the meta device; make it on the CPU")
         return BlockSparse._of_mask(mask, block_size)
 
     @staticmethod
@@ -250,9 +232,7 @@ class BlockSparse:
     def _of_mask(mask: Tensor, block_size: int, only_causal: bool = False) -> BlockSparse:
         lists = BlockLists.from_mask(mask, block_size)
         # A mask with fewer query blocks than key blocks has the last query blocks.
-        lists = BlockLists.packed(
-            lists.counts, lists.indices, block_size, lists.key_blocks, lists.key_blocks - lists.query_blocks
-        )
+        lists = replace(lists, first=lists.key_blocks - lists.query_blocks)
         return BlockSparse(None, block_size, lists, lists.causal(), only_causal)
 
     @property
@@ -278,10 +258,8 @@ class BlockSparse:
         if self.only_causal and not is_causal:
             raise ValueError("this BlockMask is causal on its diagonal: pass is_causal=True, got is_causal=False")
         if samples not in (1, batch) or mask_heads not in (1, heads):
-            raise ValueError(
-                f"the mask is for {samples} sample(s) and {mask_heads} query head(s) (1 serves any number), got {batch} "
-                f"and {heads}"
-            )
+            serves = f"{samples} sample(s) and {mask_heads} query head(s) (1 serves any number)"
+            raise ValueError(f"the mask is for {serves}, got {batch} and {heads}")
         keys, size = self.given.key_blocks, self.block_size
         touched = keys - (m - n) // size
         if keys != -(-m // size) or rows not in (keys, touched):
@@ -301,7 +279,3 @@ def _digest(pattern: BlockSparse) -> str:
             content.update(ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b"")  # works without NumPy
     which = " causal" if pattern.only_causal else ""
     return f"mask {shapes[0]} of blocks of {pattern.block_size}{which}, {content.hexdigest()[:16]}"
-
-
-def _described(x: Any) -> str:
-    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

@@ -53,19 +53,18 @@ class Dilated:
     spec: str = field(init=False, compare=False, repr=False)
 
     def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        offsets: str | Sequence[int] = "interleaved",
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], offsets: str | Sequence[int] = "interleaved",
         torchscale_padding: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         assign = object.__setattr__
         assign(self, "segment_lengths", _integers("segment_lengths", segment_lengths))
         assign(self, "dilation_rates", _integers("dilation_rates", dilation_rates))
         assign(self, "offsets", offsets if isinstance(offsets, str) else _integers("offsets", offsets))
         assign(self, "torchscale_padding", torchscale_padding)
         self._validate()
-        assign(self, "spec", self._spec())
+        values = (self.segment_lengths, self.dilation_rates, self.offsets)
+        texts = (x if isinstance(x, str) else ",".join(map(str, x)) for x in values)
+        assign(self, "spec", "|".join(("dilated", *texts, "torchscale_padding" if torchscale_padding else "")))
 
     def _validate(self) -> None:
         lengths, rates = self.segment_lengths, self.dilation_rates
@@ -78,15 +77,12 @@ class Dilated:
             if min(values) < 1:
                 raise ValueError(f"{name} must be positive, got {values}; dense attention is segment length N with rate 1")
             if max(values) > _MOST:
-                raise ValueError(
-                    f"{name} must be at most 2**40, got {values}; any length above that of the sequence is one segment"
-                )
+                raise ValueError(f"{name} must be at most 2**40, got {values}; the sequence's length makes one segment")
         if not isinstance(self.torchscale_padding, bool):
             raise TypeError(f"torchscale_padding must be True or False, got {self.torchscale_padding!r}")
         if isinstance(self.offsets, str):
             if self.offsets not in OFFSET_RULES:
-                rules = ", ".join(map(repr, OFFSET_RULES))
-                raise ValueError(f"offsets must be one of {rules} or one integer per key head, got {self.offsets!r}")
+                raise ValueError(f"offsets must be one of {OFFSET_RULES} or one integer per key head, got {self.offsets!r}")
         elif not all(0 <= offset < max(rates) for offset in self.offsets) or not self.offsets:
             raise ValueError(
                 f"explicit offsets must hold one integer per key head with 0 <= offset < {max(rates)} (the largest rate; "
@@ -126,9 +122,8 @@ class Dilated:
 
     def multiplicity(self, i: Any, j: Any, *, key_head: int, key_heads: int, is_causal: bool = False) -> Any:
         """The number of branches in which ``i`` and ``j`` meet. With ``is_causal``, it is 0 for ``j > i``."""
-        count: Any = 0
-        for branch in range(len(self.branches)):
-            count = count + self.meets(branch, i, j, key_head=key_head, key_heads=key_heads) * 1
+        met = (self.meets(b, i, j, key_head=key_head, key_heads=key_heads) for b in range(len(self.branches)))
+        count: Any = sum(x * 1 for x in met)
         return count * (j <= i) if is_causal else count
 
     def zero_keys(self, branch: int, i: Any, length: int, *, key_head: int, key_heads: int) -> Any:
@@ -147,24 +142,15 @@ class Dilated:
         missing = padded_rows - own_rows * (own_rows > 0)
         return missing * (missing > 0) * (i % w % r == o)
 
-    def _spec(self) -> str:
-        """Lengths, rates, offsets and padding.
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def from_spec(spec: str) -> Dilated:
+        """The pattern that ``spec`` describes: lengths, rates, offsets and padding.
 
         >>> Dilated([4, 8], [1, 2], offsets=[0, 1]).spec
         'dilated|4,8|1,2|0,1|'
         """
-        offsets = self.offsets if isinstance(self.offsets, str) else ",".join(map(str, self.offsets))
-        lengths, rates = (",".join(map(str, values)) for values in (self.segment_lengths, self.dilation_rates))
-        return f"dilated|{lengths}|{rates}|{offsets}|{'torchscale_padding' if self.torchscale_padding else ''}"
-
-    @staticmethod
-    @lru_cache(maxsize=1024)
-    def from_spec(spec: str) -> Dilated:
-        """The pattern that ``spec`` describes."""
-        _, lengths, rates, offsets, padding = spec.split("|")
-        return Dilated(
-            [int(x) for x in lengths.split(",")],
-            [int(x) for x in rates.split(",")],
-            offsets if offsets in OFFSET_RULES else [int(x) for x in offsets.split(",")],
-            padding == "torchscale_padding",
-        )
+        _, *texts, padding = spec.split("|")
+        values: list[Any] = [x if x in OFFSET_RULES else [int(number) for number in x.split(",")] for x in texts]
+        lengths, rates, offsets = values
+        return Dilated(lengths, rates, offsets, padding == "torchscale_padding")

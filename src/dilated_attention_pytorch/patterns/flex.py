@@ -17,18 +17,16 @@ def read_block_mask(block_mask: BlockMask) -> tuple[Tensor, int, bool]:
     n, m = block_mask.seq_lengths
     if rows != columns or n != m:
         raise ValueError(
-            "a BlockMask must have square blocks and as many queries as keys: got blocks of "
-            f"{rows} x {columns} and {n} x {m} positions; pass create_block_mask(..., BLOCK_SIZE=128), and for other "
-            "lengths of queries and keys the blocks themselves: BlockSparse.custom(mask, block_size=...)"
+            f"a BlockMask must have square blocks and as many queries as keys: got blocks of {rows} x {columns} and {n} x "
+            f"{m} positions; use create_block_mask(..., BLOCK_SIZE=128), or BlockSparse.custom(mask) for other lengths"
         )
     key_blocks = -(-m // columns)
     partial = _table(block_mask.kv_num_blocks, block_mask.kv_indices, key_blocks)
     full = torch.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = _table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, key_blocks)
-    size = int(rows)
-    all_seen, triangle = _kinds(block_mask, partial, size, n)
-    where = partial.nonzero()
+    size, where = int(rows), partial.nonzero()
+    all_seen, triangle = _kinds(block_mask, where, size, n)
     diagonal = where[:, 2] == where[:, 3]
     odd = ~all_seen & ~(triangle & diagonal)
     if bool(odd.any()):
@@ -38,8 +36,7 @@ def read_block_mask(block_mask: BlockMask) -> tuple[Tensor, int, bool]:
             f"the first one query block {q}, key block {k} (sample {b}, head {h}); use FlexAttention for such masks"
         )
     # A block of one position is both full and causal.
-    causal = diagonal & ~all_seen
-    whole = diagonal & all_seen & ~triangle
+    causal, whole = diagonal & ~all_seen, diagonal & all_seen & ~triangle
     seen = partial | full
     ahead = torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).triu_(1)
     several = -(-(n - 1) // size)  # blocks of more than one position
@@ -59,10 +56,10 @@ def _table(counts: Tensor, indices: Tensor, key_blocks: int) -> Tensor:
     return table.scatter_add_(-1, torch.where(valid, indices, 0).long(), valid.to(torch.int32)) > 0
 
 
-def _kinds(block_mask: BlockMask, partial: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
+def _kinds(block_mask: BlockMask, where: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
     """Return for each partial block whether all its pairs meet, and whether exactly those with ``j <= i`` meet."""
-    where, inside = partial.nonzero(), torch.arange(size, device=partial.device)
-    all_seen, triangle = [torch.ones(0, dtype=torch.bool, device=partial.device)], []
+    inside = torch.arange(size, device=where.device)
+    all_seen, triangle = [torch.ones(0, dtype=torch.bool, device=where.device)], []
     for chunk in torch.split(where, max(1, _MAX_PAIRS // size**2)):
         b, h, q, k = (x.view(-1, 1, 1) for x in chunk.unbind(1))
         i, j = q * size + inside[:, None], k * size + inside[None, :]

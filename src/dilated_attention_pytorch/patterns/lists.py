@@ -84,7 +84,7 @@ class BlockLists:
         """Keep the entries below a bound (Q,) per query block. Lists ascend, so only their counts change."""
         row, entry = self._entries()
         kept = self.indices.cpu()[entry] < bound_q.expand(self.counts.shape).flatten()[row]
-        counts = torch.zeros(self.counts.numel(), dtype=torch.int64).index_add_(0, row, kept.to(torch.int64))
+        counts = torch.bincount(row[kept], minlength=self.counts.numel())
         return replace(self, counts=counts.view(self.counts.shape))
 
     def among(self, blocks: Tensor) -> BlockLists:
@@ -99,9 +99,8 @@ class BlockLists:
         number[blocks] = torch.arange(len(blocks), dtype=torch.int32)
         renumbered = number[self.indices.cpu()[entry].long()]
         kept = renumbered >= 0
-        counts = torch.zeros(self.counts.numel(), dtype=torch.int64).index_add_(0, row, kept.to(torch.int64))
-        indices = renumbered[kept].to(self.indices.device)
-        return BlockLists.packed(counts.view(self.counts.shape), indices, self.block_size, len(blocks))
+        counts = torch.bincount(row[kept], minlength=self.counts.numel()).view(self.counts.shape)
+        return BlockLists.packed(counts, renumbered[kept].to(self.indices.device), self.block_size, len(blocks))
 
     def causal(self) -> BlockLists:
         """Drop the key blocks after the query block."""
@@ -112,8 +111,7 @@ class BlockLists:
         lists = self.rows(first, key_blocks)
         if key_blocks == self.key_blocks:
             return lists
-        bound = torch.full((lists.query_blocks,), key_blocks)
-        return replace(lists.below(bound), key_blocks=key_blocks)
+        return replace(lists.below(torch.full((lists.query_blocks,), key_blocks)), key_blocks=key_blocks)
 
     def rows(self, first: int, stop: int) -> BlockLists:
         """The lists of the query blocks ``first .. stop - 1``."""
@@ -122,15 +120,14 @@ class BlockLists:
 
     def of_samples(self, samples: slice) -> BlockLists:
         """The lists of these samples."""
-        if self.counts.shape[0] == 1:
-            return self
-        return replace(self, counts=self.counts[samples], starts=self.starts[samples])
+        return (
+            self if self.counts.shape[0] == 1 else replace(self, counts=self.counts[samples], starts=self.starts[samples])
+        )
 
     def of_heads(self, heads: slice) -> BlockLists:
         """The lists of these query heads."""
-        if self.counts.shape[1] == 1:
-            return self
-        return replace(self, counts=self.counts[:, heads], starts=self.starts[:, heads])
+        shared = self.counts.shape[1] == 1
+        return self if shared else replace(self, counts=self.counts[:, heads], starts=self.starts[:, heads])
 
     def named(self) -> Tensor:
         """Return which key blocks are in any list: boolean (K,), on the host."""
@@ -141,8 +138,7 @@ class BlockLists:
 
     def mask(self) -> Tensor:
         """Boolean (S, L, Q, K), on the device of the indices."""
-        row, entry = self._entries()
-        device = self.indices.device
+        (row, entry), device = self._entries(), self.indices.device
         table = torch.zeros((self.counts.numel(), self.key_blocks), dtype=torch.bool, device=device)
         table[row.to(device), self.indices[entry.to(device)].long()] = True
         return table.view(*self.counts.shape, self.key_blocks)
@@ -167,20 +163,3 @@ class BlockLists:
             triangle = (end * (end + 1) - begin * (begin + 1)) // 2
             pairs = torch.where(key_block == block[row], triangle[row], pairs)
         return int(pairs.sum())
-
-    def transposed(self) -> BlockLists:
-        """The query blocks that read each key block, ascending. The gradients of key and value are sums over them.
-
-        A query block has the number ``first + q``.
-
-        >>> lists = BlockLists.from_mask(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool(), 64).transposed()
-        >>> lists.counts.tolist(), lists.indices.tolist()
-        ([[[2, 1, 0]]], [0, 1, 1])
-        """
-        samples, heads, query_blocks = self.counts.shape
-        row, entry = self._entries()
-        columns = row // query_blocks * self.key_blocks + self.indices.cpu()[entry]
-        readers = (row % query_blocks + self.first).to(torch.int32)
-        counts, _, readers = transposed_entries(columns, readers, samples * heads * self.key_blocks)
-        counts, readers = counts.view(samples, heads, self.key_blocks), readers.to(self.indices.device)
-        return BlockLists.packed(counts, readers, self.block_size, self.first + query_blocks)

@@ -28,9 +28,7 @@ class Rows:
     blocks: int  # n
 
     @staticmethod
-    def of(
-        ratio: Fraction, first: int, blocks: int, is_causal: bool, device: torch.device | None = None
-    ) -> Rows:  # fmt: skip
+    def of(ratio: Fraction, first: int, blocks: int, is_causal: bool, device: torch.device | None = None) -> Rows:
         """The query blocks ``first .. blocks - 1``."""
         i = torch.arange(first, blocks, dtype=torch.int32, device=device)
         visible = i + 1 if is_causal else torch.full_like(i, blocks)
@@ -58,11 +56,6 @@ class Run:
     start: Tensor
     count: Tensor
     stride: int = 1
-
-    @staticmethod
-    def joined(runs: tuple[Run, ...]) -> Run:
-        """Concatenate the runs of consecutive ranges of query blocks."""
-        return Run(torch.cat([x.start for x in runs]), torch.cat([x.count for x in runs]), runs[0].stride)
 
 
 def _sides(turns: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,8 +144,7 @@ def hierarchical(rows: Rows, window: int) -> list[Run]:
     return _in_turns(rows, combs)
 
 
-# Elements of one vector operation. PyTorch splits larger ones over threads, which is slower here.
-_AT_A_TIME = 2**16
+_AT_A_TIME = 2**16  # elements of one vector operation: PyTorch splits larger ones over threads, which is slower here
 
 
 def _in_turns(rows: Rows, combs: list[Comb]) -> list[Run]:
@@ -160,7 +152,8 @@ def _in_turns(rows: Rows, combs: list[Comb]) -> list[Run]:
     size = max(1, _AT_A_TIME // len(combs))
     starts = range(0, max(1, len(rows.i)), size)
     taken = [_take_in_turns(rows[x : x + size], [comb[x : x + size] for comb in combs]) for x in starts]
-    return [Run.joined(runs) for runs in zip(*taken, strict=True)]
+    joined = zip(*taken, strict=True)
+    return [Run(torch.cat([x.start for x in run]), torch.cat([x.count for x in run]), run[0].stride) for run in joined]
 
 
 def _take_in_turns(rows: Rows, combs: list[Comb]) -> list[Run]:
@@ -227,10 +220,8 @@ def expand(runs: list[Run]) -> tuple[Tensor, Tensor]:
     taken = count.nonzero().squeeze(1)
     start, count, stride = (x.index_select(0, taken) for x in (start, count, stride))
     # The indices are running sums of steps: the stride inside a run, and a jump at its start.
-    if bool((stride > 1).any()):
-        steps = torch.repeat_interleave(stride, count)
-    else:
-        steps = torch.ones(int(count.sum()), dtype=torch.int32)
+    strided = bool((stride > 1).any())
+    steps = torch.repeat_interleave(stride, count) if strided else torch.ones(int(count.sum()), dtype=torch.int32)
     last = start + (count - 1) * stride
     steps[(count.cumsum(0) - count).long()] = torch.cat((start[:1], start[1:] - last[:-1])).to(torch.int32)
     return counts, steps.cumsum_(0)
