@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oracle
-from dilated_attention_pytorch import BlockSparse, Dilated, attention
+from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, attention
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine"),
@@ -210,7 +210,7 @@ def check_own_rows(group, is_causal: bool) -> None:
         launched = gluon_on_cpu.installed(patch, programs=2, element="bfloat16")
         patch.setattr(run, "joint_config", lambda _, head_dim: configs.configs(head_dim).joint)
         exact = gradients(*whole.double(), backend="reference", is_causal=is_causal)
-        options = {"group": group, "transport": "ring", "backend": "hopper", "is_causal": is_causal}
+        options = {"group": Sharding(group, transport="ring"), "backend": "hopper", "is_causal": is_causal}
         actual = gradients(*(x[:, own] for x in whole), **options)
         for name, a, e in zip(("out", "dq", "dk", "dv"), actual, exact, strict=True):
             error = float((a - e[:, own]).norm() / e[:, own].norm())

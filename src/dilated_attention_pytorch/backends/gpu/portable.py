@@ -71,7 +71,7 @@ def _launches(
     kernel: Any, plan: LaunchPlan, how: TileOptions, numbers: tuple[float, ...], **constants: Any
 ) -> tuple[KernelLaunch, ...]:
     problem = plan.problem
-    step = max(problem.pattern.dilation_rates) * max(*row_strides(how.strides), problem.heads * how.head_dim)  # type: ignore[union-attr]
+    step = max(problem.dilated.dilation_rates) * max(*row_strides(how.strides), problem.heads * how.head_dim)
     constants |= {"IN_FOURS": how.in_fours, "ORDERED": how.ordered, "DROPOUT": how.dropout_p > 0.0}
     launches = []
     for one in plan.launches:

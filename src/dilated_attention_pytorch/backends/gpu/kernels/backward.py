@@ -45,7 +45,7 @@ def _store_shift(AT, x, inside, BLOCK: tl.constexpr):
     """Write four words for each row: three bfloat16 whose sum is ``x``, to the 24 bits of a float32, and zeros."""
     first = x.to(tl.bfloat16)
     rest = x - first.to(tl.float32)
-    rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)  # the first one says that x is infinite, or no number
+    rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)  # the first bfloat16 is enough for an infinite x and for NaN
     second = rest.to(tl.bfloat16)
     third = (rest - second.to(tl.float32)).to(tl.bfloat16)
     zero = tl.zeros((BLOCK,), tl.int32)
@@ -75,7 +75,7 @@ def delta_kernel(
     HAS_DLSE: tl.constexpr,
     HAS_SHIFTS: tl.constexpr,
 ):
-    """delta = dout . out - dlse for every row and head; and what hopper/dkv.py adds to products."""
+    """delta = dout . out - dlse for every row and head; and the shifts that hopper/kernels/dkv.py adds to products."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < rows
     sample, n, head = index // H // N, index // H % N, index % H
@@ -273,10 +273,10 @@ def dq_kernel(
         )  # fmt: skip
         dq *= scale
     positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
-    piece = tl.load(row + FAMILY_BATCH_SLICE)
+    batch_slice = tl.load(row + FAMILY_BATCH_SLICE)
     child = tl.load(row + FAMILY_FIRST_CHILD)
     for part in range(child, child + tl.load(row + FAMILY_CHILDREN)):
-        places, there = part_rows(LAYOUT, OFFSETS, part, parts, piece, own_sample, head, H, key_head, G, positions)
+        places, there = part_rows(LAYOUT, OFFSETS, part, parts, batch_slice, own_sample, head, H, key_head, G, positions)
         dq += load_parts(PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
     if FINAL:
         start = ((sample * N + first_row) * H + head) * D
@@ -440,7 +440,7 @@ def dkv_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk and dv of one block of key rows, summed over the query rows that see it and the query heads of its group."""
+    """dk and dv of one block of key rows, summed over the query rows that see it and the query heads of its key head."""
     program = tl.program_id(0)
     row = find_family(TABLE, families, program)
     block, _, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
@@ -466,7 +466,8 @@ def dkv_kernel(
         dout_offsets = block_offsets(dout_step, BLOCK_M, BLOCK_D, WIDE)
         k_positions = k_start + columns * stride
 
-        # Masked are the blocks of query rows that cross the diagonal, from row `begin` on, and the one the tile's end cuts.
+        # Masked blocks of query rows: those that cross the diagonal, from row `begin` on, and the one that the tile's end
+        # cuts.
         # Between them, from row `clear` to row `end`, all rows see all of this block's keys.
         begin = tl.where(causal, first // BLOCK_M * BLOCK_M, 0)
         clear = tl.where(causal, (first + BLOCK_N + BLOCK_M - 1) // BLOCK_M * BLOCK_M, 0)
@@ -502,10 +503,12 @@ def dkv_kernel(
         dk *= scale
     first_row = k_start + first * stride
     positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(stride, BLOCK_N, WIDE)).to(tl.int32)
-    piece = tl.load(row + FAMILY_BATCH_SLICE)
+    batch_slice = tl.load(row + FAMILY_BATCH_SLICE)
     child = tl.load(row + FAMILY_FIRST_CHILD)
     for part in range(child, child + tl.load(row + FAMILY_CHILDREN)):
-        places, there = part_rows(LAYOUT, OFFSETS, part, parts, piece, own_sample, key_head, G, key_head, G, positions)
+        places, there = part_rows(
+            LAYOUT, OFFSETS, part, parts, batch_slice, own_sample, key_head, G, key_head, G, positions
+        )
         dk += load_parts(DK_PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
         dv += load_parts(DV_PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
     if FINAL:

@@ -1,4 +1,4 @@
-"""The forward kernel: one program per block of query rows of a tile. It writes a part, or adds parts and writes."""
+"""The forward kernel: one program per block of query rows of a tile. It may add partial results to its own."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def attend_keys(
                 visible = (columns < k_rows)[None, :] & ((columns[None, :] <= rows[:, None]) | (not causal))
             s = tl.where(visible, s * scale_log2, -float("inf"))
             m2_new = tl.maximum(m2, tl.max(s, 1))
-            if ORDERED:  # a row may see nothing of the first blocks: no difference of infinities
+            if ORDERED:  # a row may see no key of the first blocks: this avoids a difference of infinities
                 m2_new = tl.maximum(m2_new, LOWEST)
             p = tl.math.exp2(s - m2_new[:, None])
         else:
@@ -115,7 +115,7 @@ def attend_keys(
 
 @triton.jit
 def merge(out, lse2, part_out, part_lse2):
-    """Two partial softmaxes as one; either may be empty (-inf), and both."""
+    """Two partial softmaxes as one; either or both may be empty (-inf)."""
     larger2 = tl.maximum(lse2, part_lse2)
     safe2 = tl.where(larger2 == -float("inf"), 0.0, larger2)
     weight = tl.math.exp2(lse2 - safe2)
@@ -154,7 +154,7 @@ def forward_kernel(
     H,
     G,
     group,
-    parts,  # groups of tiles that wrote parts
+    parts,  # bundles of tiles that wrote partial results
     q_shift,  # position of query row 0
     scale_log2,  # |scale| * log2(e)
     threshold,
@@ -163,9 +163,9 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ATTEND: tl.constexpr,  # compute attention, else only add up parts
-    FINAL: tl.constexpr,  # write OUT, else parts
-    IN_FOURS: tl.constexpr,  # how columns of parts lie that are read, see load_parts
+    ATTEND: tl.constexpr,  # compute attention, else only add partial results
+    FINAL: tl.constexpr,  # write OUT, else partial results
+    IN_FOURS: tl.constexpr,  # the order of columns of partial results that are read, see load_parts
     DROPOUT: tl.constexpr,
     ORDERED: tl.constexpr,  # a row sees the keys whose positions are not larger than its own
     NEGATIVE: tl.constexpr,  # the scale is negative
@@ -236,10 +236,10 @@ def forward_kernel(
     d = tl.arange(0, BLOCK_D)
     first_row = q_start + first * stride
     positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
-    piece = tl.load(row + FAMILY_BATCH_SLICE)
+    batch_slice = tl.load(row + FAMILY_BATCH_SLICE)
     child = tl.load(row + FAMILY_FIRST_CHILD)
     for part in range(child, child + tl.load(row + FAMILY_CHILDREN)):
-        places, there = part_rows(LAYOUT, OFFSETS, part, parts, piece, own_sample, head, H, key_head, G, positions)
+        places, there = part_rows(LAYOUT, OFFSETS, part, parts, batch_slice, own_sample, head, H, key_head, G, positions)
         part_lse2 = tl.load(PARTS_LSE2 + places, mask=there & inside, other=-float("inf"))
         there = part_lse2 > -float("inf")
         part_out = load_parts(PARTS, places, there, D, BLOCK_D, IN_FOURS)

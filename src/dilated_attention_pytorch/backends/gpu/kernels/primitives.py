@@ -100,18 +100,18 @@ def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, ROTA
 
 @triton.jit
 def own_part_row(row, own_sample, head, heads, tile):
-    """Where the first row of a tile lies in the parts; its rows follow one another."""
+    """The row of the first row of a tile in the partial results; its rows follow one another."""
     segment = (own_sample * heads + head) * tl.load(row + FAMILY_SEGMENTS) + tl.load(row + FAMILY_OWN_SEGMENT) + tile
     return tl.load(row + FAMILY_PARTIAL_BASE) + segment * tl.load(row + FAMILY_CAPACITY) + tl.load(row + FAMILY_OWN_NUMBER)
 
 
 @triton.jit
-def part_facts(LAYOUT, OFFSETS, part, parts, piece, own_sample, head, heads, key_head, key_heads):
-    """What is the same for all rows of a head of a sample in a group's layout of parts: see launch_plan.py.
+def part_facts(LAYOUT, OFFSETS, part, parts, batch_slice, own_sample, head, heads, key_head, key_heads):
+    """What is the same for all rows of a head of a sample in the layout of a bundle's partial results: see launch_plan.py.
 
-    Returns where row number 0 of segment 0 would lie, capacity, segment length, rate, offset, inverses of length and rate.
+    Returns the row of row number 0 of segment 0, capacity, segment length, rate, offset, inverses of length and rate.
     """
-    entry = LAYOUT + (piece * parts + part) * LAYOUT_WIDTH
+    entry = LAYOUT + (batch_slice * parts + part) * LAYOUT_WIDTH
     capacity = tl.load(entry + LAYOUT_CAPACITY)
     base = tl.load(entry + LAYOUT_BASE)
     segment = (own_sample * heads + head) * tl.load(entry + LAYOUT_SEGMENTS) - tl.load(entry + LAYOUT_FIRST_SEGMENT)
@@ -133,7 +133,7 @@ def quotient(x, inverse):
 
 @triton.jit
 def part_places(first, capacity, w, r, offset, w_inverse, r_inverse, positions):
-    """Where a group keeps its results for these positions, and which of them it has."""
+    """Where a bundle keeps its results for these positions, and which of them it has."""
     segment = quotient(positions, w_inverse)
     inside = positions - segment * w - offset
     number = quotient(tl.maximum(inside, 0), r_inverse)
@@ -141,17 +141,17 @@ def part_places(first, capacity, w, r, offset, w_inverse, r_inverse, positions):
 
 
 @triton.jit
-def part_rows(LAYOUT, OFFSETS, part, parts, piece, own_sample, head, heads, key_head, key_heads, positions):
-    """``part_places`` of a group by its number."""
+def part_rows(LAYOUT, OFFSETS, part, parts, batch_slice, own_sample, head, heads, key_head, key_heads, positions):
+    """``part_places`` of a bundle by its number."""
     first, capacity, w, r, offset, w_inverse, r_inverse = part_facts(
-        LAYOUT, OFFSETS, part, parts, piece, own_sample, head, heads, key_head, key_heads
+        LAYOUT, OFFSETS, part, parts, batch_slice, own_sample, head, heads, key_head, key_heads
     )
     return part_places(first, capacity, w, r, offset, w_inverse, r_inverse, positions)
 
 
 @triton.jit
 def load_parts(PARTS, places, there, D: tl.constexpr, BLOCK_D: tl.constexpr, IN_FOURS: tl.constexpr):
-    """Rows of parts, 0 where there is none.
+    """Rows of partial results, 0 where there is none.
 
     ``IN_FOURS``: the Hopper kernels wrote them (``store_part`` in hopper/kernels/common.py). Of every 16 columns, the four
     that a thread has of a product's result are next to one another: 0, 1, 8, 9, then 2, 3, 10, 11, and so on.

@@ -2,13 +2,13 @@
 
 The tables are those of the portable kernels (backends/gpu/block_tables.py). Listed rows are counted one after the other:
 with blocks of 128 and the list 3, 7, listed row 130 is row 7 * 128 + 2 of the sequence. Lists ascend, so only the first and
-the last entry may need a mask. An empty list of keys is served as one block of which nothing is seen.
+the last entry may need a mask. An empty list of keys is computed as one block of which no key is seen.
 
-Only the producer reads the tables. What the groups have to know of an item it leaves in shared memory, as in common.py.
+Only the producer reads the tables. It writes the facts of an item to shared memory for the warp groups, as in common.py.
 
-Lists differ in length, so programs take items as they come to them, by a counter in memory, where the dilated kernels share
-them out beforehand. Tables begin with long lists, so all programs end at about the same time. Which program computes an
-item makes no difference to its result.
+Lists differ in length. So programs take the next item by a counter in memory, while the dilated kernels distribute items
+beforehand. Tables begin with long lists, so all programs end at about the same time. The result of an item does not depend
+on the program that computes it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dilated_attention_pytorch.backends.gpu.kernels.columns import (
 )
 from dilated_attention_pytorch.backends.hopper.kernels.common import ROWS, known, leave, load_rows
 
-# What the producer leaves of an item; not every kernel reads all of it. The places are those of its first row among the
-# (B, rows, heads) of a tensor, and among the (B, heads, rows) of statistics.
+# What the producer writes for an item; not every kernel reads all of it. PLACE is the number of its first row in a tensor
+# (B, rows, heads), STATISTICS_PLACE that in statistics (B, heads, rows).
 FIRST, LENGTH, PLACE, STATISTICS_PLACE, COUNT, FIRST_ENTRY, LAST_ENTRY, LIST_AT = map(gl.constexpr, range(8))
 
 
@@ -71,7 +71,7 @@ def find_list(tables, row, head, first, length):
 
 @gluon.jit
 def leave_item(facts, slot, first, length, sample, start, head, rows, heads):
-    """Say which rows an item has, and where its results go: its sequence starts at row ``start`` of (B, rows, heads)."""
+    """Write which rows an item has, and where its results go. Its sequence starts at row ``start`` of (B, rows, heads)."""
     row = start + first
     leave(facts, slot, FIRST, first)
     leave(facts, slot, LENGTH, length)
@@ -81,7 +81,7 @@ def leave_item(facts, slot, first, length, sample, start, head, rows, heads):
 
 @gluon.jit
 def leave_list(facts, slot, count, first_entry, last_entry):
-    """Say what the groups have to know of a list: not its entries, which only the producer loads."""
+    """Write the facts of a list for the warp groups: not its entries, which only the producer loads."""
     leave(facts, slot, COUNT, count)
     leave(facts, slot, FIRST_ENTRY, first_entry)
     leave(facts, slot, LAST_ENTRY, last_entry)
@@ -89,7 +89,7 @@ def leave_list(facts, slot, count, first_entry, last_entry):
 
 @gluon.jit
 def leave_end(facts, number, full, empty):
-    """Say that no item follows."""
+    """Write that no item follows."""
     slot = number & 1
     mbarrier.wait(empty.index(slot), (number >> 1 & 1) ^ 1)
     leave(facts, slot, COUNT, -1)
@@ -98,7 +98,7 @@ def leave_end(facts, number, full, empty):
 
 @gluon.jit
 def wait_for_item(facts, number, full):
-    """Wait for what is known of the next item, for the groups; whether there is one."""
+    """Wait for the facts of the next item; returns whether there is one. Called by the warp groups."""
     slot = number & 1
     mbarrier.wait(full.index(slot), number >> 1 & 1)
     return known(facts, slot, COUNT) >= 0
@@ -116,7 +116,7 @@ def known_list(facts, slot, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def listed_row(LIST, place, count, BLOCK_SIZE: gl.constexpr):
-    """The row of the sequence of a listed row; behind the list, where nothing is asked for, row 0 of a block."""
+    """The row of the sequence of a listed row; behind the list, where no row is loaded, row 0 of a block."""
     entry = place // BLOCK_SIZE
     return gl.load(LIST + entry, mask=entry < count, other=0) * BLOCK_SIZE + place % BLOCK_SIZE
 
@@ -128,7 +128,7 @@ def load_listed_keys(
 ):  # fmt: skip
     """common.load_keys for blocks ``begin`` to ``end`` of listed keys, of which ``k_row`` is the first row.
 
-    The next one is looked up ahead of its turn. Returns the blocks so far, and the row of block ``end``.
+    The next block is looked up while the last one is loaded. Returns the number of blocks so far, and the row of block ``end``.
     """
     k_smem, v_smem = smem
     k_full, k_empty, v_full, v_empty = bars

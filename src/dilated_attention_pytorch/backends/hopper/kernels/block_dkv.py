@@ -49,7 +49,7 @@ def _load_unit(
     member, kv_at, kv_steps, first, number, q_at, dout_at, shifts_at, steps, LIST, count, length, counter, smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Ask for an item's keys and values, if this is its first unit, then for listed rows of q and dout, with shifts."""
+    """Load the keys and values of an item, if this is its first unit, then listed rows of q and dout, with shifts."""
     if member == 0:
         load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D)
     q_smem, dout_smem, shift_smem = smem[2:5]
@@ -85,7 +85,7 @@ def _produce_dkv(
     while item >= 0:
         row, key_head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
         mbarrier.wait(facts_empty.index(number & 1), (number >> 1 & 1) ^ 1)
-        # Items by their own parity, lists by the unit's: different facts, said to be there at once.
+        # The facts of items have a slot by the parity of the item, those of lists by that of the unit. One barrier is for both.
         leave_item(facts, number & 1, first, length, sample, starts[1], key_head, M, G)
         kv_at = (
             address(K, k_strides, sample, starts[1], key_head),
@@ -157,7 +157,7 @@ def _compute_dkv(
     counter = 0
     number = 0
     unit = 0
-    # With the list of its first unit the item's facts are there as well.
+    # With the list of its first unit, the facts of the item are written as well.
     more = wait_for_item(facts, unit, facts_full)
     while more:
         slot = number & 1
@@ -191,7 +191,7 @@ def _compute_dkv(
         start = (known(facts, slot, PLACE) + which * 64 * G) * D
         store_rows(DK, whole_rows(dk, D, BLOCK_D) * scale, start, G * D, numbers, inside, D, BLOCK_D)
         store_rows(DV, whole_rows(dv, D, BLOCK_D), start, G * D, numbers, inside, D, BLOCK_D)
-        mbarrier.arrive(facts_empty.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
+        mbarrier.arrive(facts_empty.index(slot), count=1)  # after the stores: only then all facts have been loaded
         more = wait_for_item(facts, unit, facts_full)
 
 
@@ -208,7 +208,7 @@ def block_dkv_kernel(
     OVERLAP: gl.constexpr,  # compute scores while the block before is still being added up
     BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of blocks of 128 key rows, summed over the query rows that list them and the query heads of their group."""
+    """dk and dv of blocks of 128 key rows, summed over the query rows that list them and the query heads of their key head."""
     dtype: gl.constexpr = Q.dtype.element_ty
     smem, bars = allocate_dkv(dtype, 0, 0, STAGES, BLOCK_M, BLOCK_D)
     facts = allocate_facts(0)

@@ -151,13 +151,13 @@ def _compute_dq(
         )  # fmt: skip
         dq_sum = whole_rows(wait_sums(dq, ds, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(k_empty.index(stage), count=1)
-        if count == 0:  # served as one block with weights 0, whose keys and values may be anything
+        if count == 0:  # computed as one block with weights 0, whose keys and values are not defined
             dq_sum = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
 
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
         start = (known(facts, slot, PLACE) + which * 64 * H) * D
         store_rows(DQ, dq_sum * scale, start, H * D, numbers, inside, D, BLOCK_D)
-        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
+        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then all facts have been loaded
         number += 1
         more = wait_for_item(facts, number, facts_full)
 

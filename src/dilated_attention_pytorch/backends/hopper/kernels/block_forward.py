@@ -55,8 +55,8 @@ from dilated_attention_pytorch.backends.hopper.kernels.softmax import (
 
 # Instead of -inf, so that a row that sees nothing has no inf - inf.
 LOWEST = gl.constexpr(-1e38)
-# So many blocks of keys before the end of an item, the next one is taken and looked up: later, the groups would wait for
-# it, earlier, programs would end at times that differ more.
+# The next item is taken and looked up so many blocks of keys before the end of an item. Later, the warp groups would wait
+# for it. Earlier, programs would end at more different times.
 AHEAD = gl.constexpr(4)
 
 
@@ -73,7 +73,7 @@ def _next_item(TAKEN, last, items, AGAIN: gl.constexpr):
 
 @gluon.jit
 def _announce(item, told, tables, rows, group, sizes, strides, facts, bars, BLOCK_SIZE: gl.constexpr):
-    """Leave what the others, and the producer itself when it comes to it, have to know of an item, or that there is none."""
+    """Write the facts of an item, or that there is none, for the warp groups and for the producer itself."""
     facts_full, done = bars[6], bars[7]
     if item >= 0:
         N, H = sizes
@@ -98,7 +98,7 @@ def _load_item(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the query rows of both groups, then for listed keys and values, block by block as room comes free.
+    """Load the query rows of both warp groups, then listed keys and values, block by block as buffers become free.
 
     Returns the next item, which is announced while the last blocks are still to be loaded, and the blocks of keys so far.
     """
@@ -135,9 +135,9 @@ def _produce_pass(
     AGAIN: gl.constexpr,
 ):  # fmt: skip
     """Load items from ``item`` on. Returns the last one, and items and blocks of keys so far."""
-    # Not item: a value that is the same as another before a loop and in its first round is not carried from round to round.
+    # Not item: Triton does not carry a value through a loop if it equals another one before the loop and in its first round.
     last_item = item * 0 - 1
-    # The end of the first pass was told as well.
+    # The end of the first pass was announced as well.
     _announce(item, number + AGAIN, tables, rows, group, sizes, strides, facts, bars, BLOCK_SIZE)
     while item >= 0:
         last_item = item
@@ -216,12 +216,12 @@ def _compute_pass(
             overflow |= own_overflow
         m2_o = gl.convert_layout(m2, gl.SliceLayout(1, O))
         something = total_o > 0.0
-        # An empty list is served as one block with weights 0, whose values may be anything.
+        # An empty list is computed as one block with weights 0, whose values are not defined.
         out = gl.where(something[:, None], acc * (1.0 / divisor_o)[:, None], 0.0)
         lse = gl.where(something, (m2_o + gl.log2(total_o)) * LN_2, float("-inf"))
         lse_at = LSE + known(facts, slot, STATISTICS_PLACE) + own
-        # Rows that overflow are left marked, and only these are stored by the second pass: which other rows it computes
-        # depends on which items the program happened to take.
+        # Rows that overflow are marked, and the second pass stores only these. Which other rows it computes depends on
+        # which items the program happened to take.
         if AGAIN:
             marked = gl.load(lse_at, mask=inside, other=0.0)
             inside = inside & (marked != marked)
@@ -230,7 +230,7 @@ def _compute_pass(
         gl.store(lse_at, lse, mask=inside)
         place = known(facts, slot, PLACE) + which * 64 * H
         store_rows(OUT, out, place * D, H * D, numbers, inside, D, BLOCK_D)
-        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
+        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then all facts have been loaded
         number += 1
         more = wait_for_item(facts, number + AGAIN, facts_full)
     mbarrier.arrive(done.index(number + AGAIN & 1), count=1)

@@ -1,20 +1,21 @@
-"""What the Hopper kernels share: which rows a program works on, loading rows of a tile, and partial results.
+"""What the Hopper kernels share: which rows a program computes, loading rows of a tile, and partial results.
 
-A program is persistent: it stays on its multiprocessor and takes every ``num_programs``-th block of rows (an *item*) of a
-launch table (in joint.py the next that nobody has taken). One producer warp loads rows of a tile into shared memory; two *groups* of four warps compute 64 of
-the item's rows each. Rows are loaded by the tensor memory accelerator through descriptors that the producer makes for the tile at
-hand: a base, a number of rows, a stride. So every rate, offset and ragged end is served, and rows behind the end are 0.
+A program is persistent. It stays on its multiprocessor and takes every ``num_programs``-th block of rows (an *item*) of a
+launch table; in joint.py it takes the next item that no program has taken. One producer warp loads rows of a tile into shared
+memory. Two warp groups of four warps compute 64 rows of the item each. The tensor memory accelerator loads rows through
+descriptors, which the producer makes for each tile: a base, a number of rows, a stride. So every rate, offset and ragged end
+is served, and rows behind the end are 0.
 
-A descriptor lies in memory that belongs to its place in the program, and the accelerator reads it when it loads. Hence two
-places, for even and odd items, and a barrier that says when an item is done and its place may be written again.
+The accelerator reads a descriptor from global memory when it loads. So each descriptor has two slots, for even and odd items.
+A barrier says when an item is done and its slot may be written again.
 
-Only the producer reads the tables, or in the forward a warp of its own that is an item ahead. So nobody waits for these loads
-and divisions; what the others have to know about an item (FACTS, PART_FACTS) they read from shared memory, where it has two
-places as well.
+Only the producer reads the tables; in the forward a further warp does, one item ahead. So no warp group waits for these loads
+and divisions. They read the properties of an item (FACTS, PART_FACTS) from shared memory, which has two slots as well.
 
-The programs of a call's later launches begin as multiprocessors come free, before the launch before them is done
-(programmatic dependent launch). They read nothing that it writes but the parts they add (and dq, in joint.py), and wait for
-it before that. A launch has items, and whoever computes one waits: where a launch is done, all before it are.
+The programs of a later launch of a call begin as multiprocessors become free, before the launch before it is done
+(programmatic dependent launch). They read nothing that it writes except the partial results they add, and dq in joint.py, and
+they wait for it before that. Every launch has items, and a warp group that computes an item waits. So when a launch is done,
+all launches before it are done.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS
 
 @builtin
 def _tma_add(tensor_desc, coord, src, _semantic=None):
-    """What Triton 3.6 can do and has no name for."""
+    """An instruction that Triton 3.6 has, but without a name."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
@@ -55,9 +56,9 @@ tma_add = getattr(tma, "async_atomic_add", _tma_add)
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 reshaped = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-GROUPS = gl.constexpr(2)  # that compute 64 rows each, see docs/kernels.md, versions 10 and 13, for three
+GROUPS = gl.constexpr(2)  # warp groups that compute 64 rows each
 ROWS = gl.constexpr(ITEM_ROWS)
-# What the producer leaves of an item, and of each part to be added (see primitives.part_facts).
+# What the producer writes for an item, and for each partial result to be added (see primitives.part_facts).
 FACTS = gl.constexpr(13)
 FIRST, Q_ROWS, K_ROWS, CAUSAL, ZERO_KEYS, PLACE, LSE_PLACE, POSITION, STRIDE, CHILDREN = map(gl.constexpr, range(10))
 Q_AT, K_AT, V_AT = map(gl.constexpr, range(10, 13))
@@ -66,7 +67,7 @@ PART_FACTS = gl.constexpr(7)
 
 @gluon.jit
 def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr):
-    """The row of the table and the place of an item: see primitives.locate."""
+    """The row of the table and the tile and rows of an item: see primitives.locate."""
     row = find_family(TABLE, families, item)
     block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
         row, item, group, ROWS, BY_KEYS, True
@@ -81,19 +82,19 @@ def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr):
 
 @gluon.jit
 def let_next_begin():
-    """Let programs of the next launch of this call take the multiprocessors that this one leaves; by one warp."""
+    """Let programs of the next launch of this call start on multiprocessors that this one leaves; called by one warp."""
     gdc_launch_dependents()
 
 
 @gluon.jit
 def wait_for_last_launch():
-    """Wait until the launch before this one is done, whose parts are added now, or whose sums are added to."""
+    """Wait until the launch before this one is done: its partial results are added next, or its sums are added to."""
     gdc_wait()
 
 
 @gluon.jit
 def address(BASE, strides, sample, start, head):
-    """Where row ``start`` of a head of a sample lies."""
+    """The address of row ``start`` of a head of a sample."""
     return BASE + element(strides, sample, start, head)
 
 
@@ -113,7 +114,7 @@ def key_blocks(first, k_rows, causal, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def seen_keys(rows, k_rows, causal):
-    """How many keys of its tile each query row sees. Causal tiles are square: rows behind the end see nothing new."""
+    """How many keys of its tile each query row sees. Causal tiles are square: rows behind the end see no further keys."""
     return gl.where(causal, gl.minimum(rows + 1, k_rows), k_rows)
 
 
@@ -135,7 +136,7 @@ def allocate_rows(dtype: gl.constexpr, BUFFERS: gl.constexpr, BLOCK: gl.constexp
 
 @gluon.constexpr_function
 def product_layout(COLUMNS):
-    """How the result of a product of 64 rows lies in the registers of a group."""
+    """The layout of the result of a product of 64 rows in the registers of a warp group."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
 
 
@@ -148,7 +149,7 @@ def row_descriptor(pointer, rows, step, D: gl.constexpr, BLOCK: gl.constexpr, BL
 
 @gluon.jit
 def load_rows(desc, first, full, smem, index):
-    """Start to load a block of rows; the barrier ``full`` says when it is there."""
+    """Start to load a block of rows; the barrier ``full`` completes when it is loaded."""
     mbarrier.expect(full.index(index), desc.block_type.nbytes)
     tma_load(desc, [first, 0], full.index(index), smem.index(index))
 
@@ -161,7 +162,7 @@ def allocate_numbers(BUFFERS: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def copy_statistics(statistics, first, rows, stride, lse_smem, delta_smem, full, BLOCK: gl.constexpr):
-    """Start to load lse and delta of rows from ``first`` on; all threads of the producer arrive. Behind the end: the last."""
+    """Start to load lse and delta of rows from ``first`` on, the last row again behind the end. All producer threads arrive."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers = gl.minimum(first + gl.arange(0, BLOCK, LINE), rows - 1) * stride
     copy_elements(lse_smem, statistics[0] + numbers)
@@ -171,7 +172,7 @@ def copy_statistics(statistics, first, rows, stride, lse_smem, delta_smem, full,
 
 @gluon.jit
 def load_keys(k_desc, v_desc, blocks, counter, smem, bars, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """Ask for keys and values, block by block as room comes free. Returns the blocks so far."""
+    """Load keys and values, block by block as buffers become free. Returns the number of blocks so far."""
     k_smem, v_smem = smem
     k_full, k_empty, v_full, v_empty = bars
     for block in range(blocks):
@@ -196,7 +197,7 @@ def element_mask(inside, d, D: gl.constexpr, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def allocate_facts(PARTS: gl.constexpr):
-    """Shared memory for what the groups know of an item, and of each of the parts to be added: for even and odd items."""
+    """Shared memory for the facts of an item and of each partial result to be added, for even and odd items."""
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return (
         gl.allocate_shared_memory(gl.int64, [2 * FACTS, 1], LINES),
@@ -206,21 +207,21 @@ def allocate_facts(PARTS: gl.constexpr):
 
 @gluon.jit
 def leave(facts, slot, which: gl.constexpr, value):
-    """Write one of the facts of an item; for the warp that reads the tables."""
+    """Write one of the facts of an item; called by the warp that reads the tables."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     facts[0].index(slot * FACTS + which).store(gl.full([1], 0, gl.int64, ONE) + value)
 
 
 @gluon.jit
 def known(facts, slot, which: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Read one of the facts of an item; for the groups, of four warps, or for one warp."""
+    """Read one of the facts of an item; called by a warp group of four warps, or by one warp."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.sum(facts[0].index(slot * FACTS + which).load(ONE), 0)
 
 
 @gluon.jit
 def result_row(row, own_sample, sample, head, tile, start, first, length, heads, FINAL: gl.constexpr):
-    """Where the first row of an item goes: a row of the (B, length, heads) rows of the result, or a row of the parts."""
+    """Where the first row of an item is written: a row of the result (B, length, heads), or a row of the partial results."""
     if FINAL:  # these tiles have all rows: the stride is 1
         return (sample.to(gl.int64) * length + start + first) * heads + head
     else:
@@ -229,7 +230,7 @@ def result_row(row, own_sample, sample, head, tile, start, first, length, heads,
 
 @gluon.jit
 def look_up_parts(tables, row, own_sample, head, heads, key_head, G, parts, PARTS: gl.constexpr):
-    """The part_facts of all parts to be added to an item at once, one by each thread of a warp."""
+    """The part_facts of all partial results to be added to an item, each computed by one thread of a warp."""
     _, LAYOUT, OFFSETS = tables
     child = gl.arange(0, PARTS, gl.BlockedLayout([1], [32], [1], [0]))
     part = gl.load(row + FAMILY_FIRST_CHILD) + gl.minimum(
@@ -240,7 +241,7 @@ def look_up_parts(tables, row, own_sample, head, heads, key_head, G, parts, PART
 
 @gluon.jit
 def leave_parts(facts, slot, row, start, first, stride, found):
-    """Write what look_up_parts has found, and the position of the item's first row; STRIDE is left beside it."""
+    """Write what look_up_parts has found, and the position of the item's first row; STRIDE is written separately."""
     leave(facts, slot, POSITION, start + first * stride + gl.load(row + FAMILY_TO_POSITION))
     leave(facts, slot, CHILDREN, gl.load(row + FAMILY_CHILDREN))
     for i in gl.static_range(PART_FACTS):
@@ -255,7 +256,7 @@ def _known_of_part(flat, slot, which: gl.constexpr, child, PARTS: gl.constexpr):
 
 @gluon.jit
 def find_part(facts, slot, child, positions, inside, PARTS: gl.constexpr):
-    """Where a part to be added has these positions, and which of them it has."""
+    """Where a partial result to be added has these positions, and which of them it has."""
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flat = reshaped(facts[1], gl.int64, [2 * PART_FACTS * PARTS, 1], LINES)
     first = _known_of_part(flat, slot, 0, child, PARTS)
@@ -271,13 +272,13 @@ def find_part(facts, slot, child, positions, inside, PARTS: gl.constexpr):
 
 @gluon.jit
 def item_positions(facts, slot, numbers):
-    """Where rows of an item, by their numbers in it, lie in their sequence."""
+    """The positions in their sequence of rows of an item, given by their numbers in it."""
     return known(facts, slot, POSITION).to(gl.int32) + numbers * known(facts, slot, STRIDE).to(gl.int32)
 
 
 @gluon.constexpr_function
 def in_fours(head_dim):
-    """Whether columns of parts lie as ``store_part`` says: for whole groups of 16."""
+    """Whether partial results have the order of columns that ``store_part`` describes: if columns are a multiple of 16."""
     return head_dim % 16 == 0
 
 
@@ -306,7 +307,7 @@ def _part_layout(D, BLOCK_D):
 
 @gluon.jit
 def load_part(PARTS, places, there, D: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Rows of parts, 0 where there is none. Their columns lie as ``store_part`` leaves them."""
+    """Rows of partial results in the order of columns of ``store_part``; 0 where there is none."""
     L: gl.constexpr = _part_layout(D, BLOCK_D)
     c = gl.arange(0, BLOCK_D, gl.SliceLayout(0, L))
     pointers = PARTS + _by_row(places, L)[:, None] * D + c[None, :]
@@ -318,10 +319,10 @@ def load_part(PARTS, places, there, D: gl.constexpr, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def store_part(PARTS, x, first, numbers, inside, D: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Write float32 rows of parts from row ``first`` on.
+    """Write float32 rows of partial results from row ``first`` on.
 
-    Of every 16 columns the 4 that a thread has lie together, so that it writes and reads 16 bytes at a time without an
-    exchange between threads. Only ``load_part`` and the portable kernels that add up parts (``IN_FOURS``) read them.
+    The 4 of every 16 columns that a thread has are adjacent, so that it writes and reads 16 bytes at a time without an
+    exchange between threads. Only ``load_part`` and the portable kernels that only add (``IN_FOURS``) read them.
     """
     L: gl.constexpr = _part_layout(D, BLOCK_D)
     c = gl.arange(0, BLOCK_D, gl.SliceLayout(0, L))
@@ -364,9 +365,9 @@ mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d;
 
 @gluon.jit
 def _whole_words(x, BLOCK_D: gl.constexpr):
-    """Half-precision rows as 32-bit words, four neighbouring ones in each thread, where products leave one."""
+    """Half-precision rows as 32-bit words, four neighbouring ones in each thread; a product leaves one."""
     PIECES: gl.constexpr = BLOCK_D // 32
-    # By group of 32 columns, column of the products' pieces of 8 (four threads have two each), and piece.
+    # Dimensions: 32 columns, the columns of 8 that a product has (four threads have two each), and which of these.
     x = x.to(gl.int16, bitcast=True).reshape([64, PIECES, 2, 2, 4, 2]).permute((0, 1, 4, 2, 3, 5))
     low, high = x.split()
     words = gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=gl.int32, is_pure=True, pack=1)
@@ -387,9 +388,9 @@ def _whole_words(x, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def store_rows(OUT, x, start, step, numbers, inside, D: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Write rows that lie ``step`` elements apart from element ``start`` on.
+    """Write rows from element ``start`` on, with a stride of ``step`` elements.
 
-    Half precision: four threads exchange what they have of 32 columns. As it is, each would write 4 bytes at a time.
+    Half precision: four threads exchange their elements of 32 columns. Otherwise each would write 4 bytes at a time.
     """
     if OUT.dtype.element_ty == gl.float32:  # partial results of a ring
         c = gl.arange(0, BLOCK_D, gl.SliceLayout(0, product_layout(BLOCK_D)))

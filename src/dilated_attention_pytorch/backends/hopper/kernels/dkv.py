@@ -1,8 +1,8 @@
-"""The backward kernel for Hopper by key rows: dk and dv. See common.py for how the work is shared out, and joint.py for one
-that computes dq as well, which has the same groups and the same producer (JOINT).
+"""The backward kernel for Hopper by key rows: dk and dv. See common.py for how items are distributed. joint.py
+computes dq as well, with the same warp groups and the same producer (JOINT).
 
 A weight is exp2(scale_log2 * s - lse2), and the gradient of its score p * (dp - delta): for each pair of a query row and a
-key, a number of the row is subtracted from a product. In the registers of a group, rows of queries are columns here: each
+key, a number of the row is subtracted from a product. In the registers of a warp group, query rows are columns here. Each
 thread would have to load 32 such numbers for each block, more than it loads of anything else. Instead they are part of the
 products (products.start_shifted_scores), as *shifts*: -lse / scale and -delta of each row, each as a sum of three bfloat16,
 which has the 24 bits of a float32.
@@ -68,7 +68,7 @@ SHIFT_COLUMNS = gl.constexpr(16)  # 8 for scores, of which 3 are used, and 8 for
 
 @gluon.jit
 def load_kv(at, steps, first, k_rows, number, smem, bars, D: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Ask for the keys and values of all groups of an item."""
+    """Load the keys and values of an item for all warp groups."""
     k_desc = row_descriptor(at[0], k_rows, steps[0], D, 64, BLOCK_D)
     v_desc = row_descriptor(at[1], k_rows, steps[1], D, 64, BLOCK_D)
     for which in gl.static_range(GROUPS):
@@ -79,7 +79,7 @@ def load_kv(at, steps, first, k_rows, number, smem, bars, D: gl.constexpr, BLOCK
 
 @gluon.jit
 def shift_descriptor(at, rows, stride, BLOCK_M: gl.constexpr):
-    """For load_shifts: blocks with as many columns again around those that there are."""
+    """For load_shifts: blocks with twice the columns, which add zeros on both sides."""
     return row_descriptor(at, rows, stride * SHIFT_COLUMNS, SHIFT_COLUMNS, BLOCK_M, 2 * SHIFT_COLUMNS)
 
 
@@ -87,8 +87,8 @@ def shift_descriptor(at, rows, stride, BLOCK_M: gl.constexpr):
 def load_shifts(desc, first, full, smem, stage):
     """Start to load the shifts of rows: 8 columns of zeros, those of scores, those of their gradients, and 8 of zeros.
 
-    So products, which take 16 columns, have zeros beside the shift they need, and not the other one: a 0 in the marks
-    would not take that away if it is infinite.
+    So products, which take 16 columns, have zeros beside the shift they need, and not the other shift. A 0 in the marks
+    would not remove the other one if it is infinite.
     """
     mbarrier.expect(full.index(stage), desc.block_type.nbytes)
     tma_load(desc, [first, -8], full.index(stage), smem.index(stage))
@@ -100,7 +100,7 @@ def _load_unit(
     counter, smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for an item's keys and values, if this is its first unit, then for rows of q and dout, and their shifts."""
+    """Load the keys and values of an item, if this is its first unit, then rows of q and dout, and their shifts."""
     if member == 0:
         load_kv(kv_at, kv_steps, first, k_rows, number, smem, bars, D, BLOCK_D)
     q_smem, dout_smem, shift_smem = smem[2:5]
@@ -134,9 +134,9 @@ def produce_dkv(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
     PARTS: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
-    """Find items, leave what the groups have to know of them, and load their rows.
+    """Find items, write their facts, and load their rows.
 
-    Items are shared out beforehand, or (JOINT) taken in turns, see turns.py.
+    Items are distributed beforehand, or (JOINT) taken in turns, see turns.py.
     """
     Q, K, V, DOUT = tensors
     N, M, H, G, parts = sizes
@@ -186,8 +186,8 @@ def produce_dkv(
             shifts_at = SHIFTS + ((sample.to(gl.int64) * H + head) * N + starts[0]) * SHIFT_COLUMNS
             parity = unit & 1
             mbarrier.wait(done.index(parity), (unit >> 1 & 1) ^ 1)
-            # Keys are loaded inside of the branches as well: two branches that only made descriptors would be merged
-            # into one by the compiler, and with them their two places into one.
+            # Keys are loaded inside of the branches as well: the compiler would merge two branches that only make
+            # descriptors, and with them their two slots.
             if parity == 0:
                 counter = _load_unit(
                     member, kv_at, kv_steps, first, k_rows, number, q_at, dout_at, shifts_at, steps, stride, q_rows,
@@ -212,7 +212,7 @@ def produce_dkv(
 
 @gluon.jit
 def next_item(facts, number, full, WARPS: gl.constexpr):
-    """Wait for what is known of the next item; whether there is one."""
+    """Wait for the facts of the next item; returns whether there is one."""
     slot = number & 1
     mbarrier.wait(full.index(slot), number >> 1 & 1)
     return known(facts, slot, K_ROWS, WARPS) >= 0
@@ -230,7 +230,7 @@ def _weights(s, scale_log2, rows, columns, masked, q_rows, keys, causal):
 
 @gluon.jit
 def _hand_over(ds, which: gl.constexpr, counter, handed):
-    """Leave the gradients of a block's scores, keys by queries, to the group that multiplies for dq."""
+    """Write the gradients of a block's scores, keys by queries, for the warp group that multiplies for dq."""
     ds_smem, full, empty = handed
     PLACES: gl.constexpr = ds_smem.shape[0] // GROUPS
     place = counter % PLACES
@@ -247,7 +247,7 @@ def dkv_of_head(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     OVERLAP: gl.constexpr, S: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
-    """Add to dk and dv what blocks of query rows of one head give, for the keys of one group.
+    """Add the contribution of blocks of query rows of one head to dk and dv, for the keys of one warp group.
 
     Blocks before ``clear`` and from ``whole`` on are masked. Row 0 of block ``b`` is ``b * BLOCK_M`` rows behind ``near``,
     from block ``edge`` on behind ``far``; right at least for those that are masked. Returns dk, dv, k, v, and the blocks
@@ -309,7 +309,7 @@ def compute_dkv(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
     HELD: gl.constexpr, OVERLAP: gl.constexpr, PARTS: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one group's rows of all items."""
+    """dk and dv of all items, for the rows of one warp group."""
     PART_DK, PART_DV, DK, DV = results
     k_smem, v_smem = smem[:2]
     rows_full, rows_empty = bars[:2]
@@ -370,7 +370,7 @@ def compute_dkv(
         else:
             store_part(PART_DK, dk, place + which * 64, numbers, inside, D, BLOCK_D)
             store_part(PART_DV, dv, place + which * 64, numbers, inside, D, BLOCK_D)
-        mbarrier.arrive(facts_empty.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
+        mbarrier.arrive(facts_empty.index(slot), count=1)  # after the stores: only then all facts have been loaded
         number += 1
         more = next_item(facts, number, facts_full, 4)
 
@@ -391,7 +391,7 @@ def allocate_dkv(
     dtype: gl.constexpr, OTHER_KEYS: gl.constexpr, OTHER_FACTS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory and barriers; how many read the keys and the facts of an item beside the groups."""
+    """Shared memory and barriers; how many warps besides the warp groups read the keys and the facts of an item."""
     smem = (
         allocate_rows(dtype, GROUPS, 64, BLOCK_D),
         allocate_rows(dtype, GROUPS, 64, BLOCK_D),
@@ -416,7 +416,7 @@ def allocate_dkv(
 def dkv_kernel(
     Q, K, V, DOUT,
     SHIFTS,  # (B, H, N, 16) bfloat16
-    PART_DK,  # (rows, D) float32, columns as store_part leaves them
+    PART_DK,  # (rows, D) float32, columns in the order of store_part
     PART_DV, DK, DV, TABLE, LAYOUT, OFFSETS, families, items,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     dout_stride_b, dout_stride_n, dout_stride_h,
@@ -424,9 +424,9 @@ def dkv_kernel(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
     HELD: gl.constexpr,  # how many of k and v stay in registers
     OVERLAP: gl.constexpr,  # compute scores while the block before is still being added up
-    PARTS: gl.constexpr,  # at most so many parts are added to each result, a power of 2; or none
+    PARTS: gl.constexpr,  # at most so many partial results are added to each result, a power of 2; or none
 ):  # fmt: skip
-    """dk and dv of the items of a table, summed over the query rows that see them and the query heads of their group."""
+    """dk and dv of the items of a table, summed over the query rows that see them and the query heads of their key head."""
     dtype: gl.constexpr = Q.dtype.element_ty
     smem, bars = allocate_dkv(dtype, 0, 0, STAGES, BLOCK_M, BLOCK_D)
     facts = allocate_facts(PARTS)

@@ -1,8 +1,8 @@
-"""The backward kernel for Hopper by query rows: dq. See common.py for how the work is shared out.
+"""The backward kernel for Hopper by query rows: dq. See common.py for how items are distributed.
 
 Each of dq and dk/dv computes the scores again: seven matrix products instead of five, but no sums across programs, so no
 atomics, no scratch for dq, the same bits every time, and weights that go from the registers of one product straight into the
-next. Where five products pay, see joint.py.
+next. joint.py has five products.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _load_dq_item(
         mbarrier.wait(rows_empty.index(which), number & 1 ^ 1)
         load_rows(q_desc, first + which * 64, rows_full, q_smem, which)
         load_rows(dout_desc, first + which * 64, rows_full, dout_smem, which)
-        # Rows behind the tile's end are not stored; any statistics do.
+        # Rows behind the end of the tile are not stored, so any statistics may be loaded for them.
         copy_statistics(
             statistics,
             first + which * 64,
@@ -179,7 +179,7 @@ def dq_of_item(
     mbarrier.arrive(v_empty.index(stage), count=1)
     ds = _score_gradient(s, dp, lse2, delta, scale_log2, 0, clear_blocks <= 0, columns, seen)
     ds = as_weights(ds, dtype, D, BLOCK_D)
-    if HELD == 2:  # not before all that was loaded has been used: only then it is loaded for sure
+    if HELD == 2:  # after all loaded values have been used: only then the loads are complete
         mbarrier.arrive(rows_empty.index(which), count=1)
     for block in range(1, blocks):
         counter += 1
@@ -242,7 +242,7 @@ def _compute_dq(
             which, q, dout, no_sums(D, BLOCK_D), lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
             (k_smem, v_smem), bars[1:6], D, BLOCK_D, BLOCK_N, STAGES, HELD,
         )  # fmt: skip
-        # While the last product runs: the first part to be added.
+        # While the last product runs: the first partial result to be added.
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, Q_ROWS).to(gl.int32)
         if PARTS > 0:
             wait_for_last_launch()
@@ -255,7 +255,7 @@ def _compute_dq(
         dq_sum = dq_sum * scale
         if PARTS > 0:
             for child in range(1, known(facts, slot, CHILDREN).to(gl.int32)):
-                # The next part is asked for before the last one is added.
+                # The next partial result is loaded before the last one is added.
                 places, there = find_part(facts, slot, child, positions, inside, PARTS)
                 next_part = load_part(PART_DQ, places, there, D, BLOCK_D)
                 dq_sum += part
@@ -266,21 +266,21 @@ def _compute_dq(
             store_rows(DQ, dq_sum, (place + which * 64 * H) * D, H * D, numbers, inside, D, BLOCK_D)
         else:
             store_part(PART_DQ, dq_sum, place + which * 64, numbers, inside, D, BLOCK_D)
-        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
+        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then all facts have been loaded
         number += 1
 
 
 @gluon.jit(do_not_specialize=["families", "items", "N", "H", "G", "parts"])
 def dq_kernel(
     Q, K, V, DOUT, LSE, DELTA,
-    PART_DQ,  # (rows, D) float32, columns as store_part leaves them
+    PART_DQ,  # (rows, D) float32, columns in the order of store_part
     DQ, TABLE, LAYOUT, OFFSETS, families, items,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     dout_stride_b, dout_stride_n, dout_stride_h,
     N, H, G, group, parts, scale_log2, scale,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
     HELD: gl.constexpr,  # how many of q and dout stay in registers
-    PARTS: gl.constexpr,  # at most so many parts are added to each result, a power of 2; or none
+    PARTS: gl.constexpr,  # at most so many partial results are added to each result, a power of 2; or none
 ):  # fmt: skip
     """dq of the items of a table: ``scale * sum_j p_ij (dp_ij - delta_i) k_j``."""
     dtype: gl.constexpr = Q.dtype.element_ty

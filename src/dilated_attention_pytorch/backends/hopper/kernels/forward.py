@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper: see common.py for how the work is shared out."""
+"""The forward kernel for Hopper: see common.py for how items are distributed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _load_item(
     q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the query rows of both groups, then for keys and values, block by block as room comes free."""
+    """Load the query rows of both warp groups, then keys and values, block by block as buffers become free."""
     q_smem, k_smem, v_smem = smem
     q_full, q_empty = bars[:2]
     q_desc = row_descriptor(q_at, q_rows, steps[0], D, 64, BLOCK_D)
@@ -122,7 +122,7 @@ def _look_ahead(
     tables, families, items, group, sizes, q_strides, k_strides, v_strides, facts, bars, flags,
     FINAL: gl.constexpr, PARTS: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
-    """Find items and leave what the others have to know of them. A warp of its own: the producer is not held up by it."""
+    """Find items and write their facts. A further warp does this, so that the producer does not wait for it."""
     let_next_begin()
     number = _look_ahead_pass(
         items * 0, tables, families, items, group, sizes, q_strides, k_strides, v_strides, facts, bars, FINAL, PARTS
@@ -185,7 +185,7 @@ def _produce(
 
 @gluon.jit
 def merge(out, factor, lse2, part_out, part_lse2):
-    """A row's result, ``factor * out``, which is never empty, and a part, which may be."""
+    """Merge the result of a row, ``factor * out``, which is never empty, with a partial result, which may be."""
     larger2 = gl.maximum(lse2, part_lse2)
     weight = gl.exp2(lse2 - larger2)
     part_weight = gl.exp2(part_lse2 - larger2)
@@ -226,7 +226,7 @@ def _compute_pass(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
             D, BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S,
         )  # fmt: skip
-        # While the last product runs: the first part to be added.
+        # While the last product runs: the first partial result to be added.
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, Q_ROWS).to(gl.int32)
         if PARTS > 0:
             wait_for_last_launch()
@@ -244,7 +244,7 @@ def _compute_pass(
         lse2 = gl.convert_layout(m2, gl.SliceLayout(1, O)) + gl.log2(total_o)
         if PARTS > 0:
             for child in range(1, known(facts, slot, CHILDREN).to(gl.int32)):
-                # The next part is asked for before the last one is added, if the registers have room for both.
+                # The next partial result is loaded before the last one is added, if the registers have room for both.
                 places, there = find_part(facts, slot, child, positions, inside, PARTS)
                 next_lse2 = gl.load(PART_LSE2 + places, mask=there, other=float("-inf"))
                 if BLOCK_D == 128:
@@ -265,7 +265,7 @@ def _compute_pass(
         else:
             gl.store(PART_LSE2 + lse_place + numbers, lse2, mask=inside)
             store_part(PART_OUT, out, place + which * 64, numbers, inside, D, BLOCK_D)
-        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then the facts are loaded for sure
+        mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then all facts have been loaded
         number += 1
     return number, counter, overflow
 
@@ -291,7 +291,7 @@ def _compute(
 @gluon.jit(do_not_specialize=["families", "items", "N", "H", "G", "parts"])
 def forward_kernel(
     Q, K, V,
-    PART_OUT,  # (rows, D) float32, columns as store_part leaves them
+    PART_OUT,  # (rows, D) float32, columns in the order of store_part
     PART_LSE2,  # (rows,) float32
     OUT,  # (B, N, H, D)
     LSE,  # (B, H, N) float32, natural logarithm
@@ -299,9 +299,9 @@ def forward_kernel(
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     N, H, G, group, parts, scale_log2,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    FINAL: gl.constexpr,  # write OUT, else parts
+    FINAL: gl.constexpr,  # write OUT, else partial results
     HELD: gl.constexpr,  # q stays in registers
-    PARTS: gl.constexpr,  # at most so many parts are added to each result, a power of 2; or none
+    PARTS: gl.constexpr,  # at most so many partial results are added to each result, a power of 2; or none
 ):  # fmt: skip
     """Attention of the items of a table: blocks of 128 query rows over all keys of their tiles."""
     dtype: gl.constexpr = Q.dtype.element_ty

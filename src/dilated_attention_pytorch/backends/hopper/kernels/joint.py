@@ -1,8 +1,8 @@
-"""The backward kernel for Hopper that computes all gradients at once: dk and dv as dkv.py does, dq on the way.
+"""The backward kernel for Hopper that computes all gradients: dk and dv as dkv.py does, and dq from the same scores.
 
 Scores, weights and their gradients are computed once instead of twice: five products for each pair of blocks, where dq.py and
-dkv.py need seven. Two groups leave the gradients of scores in shared memory (dkv.py); a third one multiplies them with the
-item's keys, and a warp of its own adds the result to dq in memory when it is the item's turn (turns.py).
+dkv.py need seven. Two warp groups write the gradients of scores to shared memory (dkv.py). A third one multiplies them with
+the keys of the item. A further warp adds the result to dq in memory when it is the turn of the item (turns.py).
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _add(
 def joint_kernel(
     Q, K, V, DOUT,
     SHIFTS,  # (B, H, N, 16) bfloat16, see dkv.py
-    PART_DK,  # (rows, D) float32, columns as store_part leaves them
+    PART_DK,  # (rows, D) float32, columns in the order of store_part
     PART_DV, DK, DV,
     SUMS,  # (B, N, H, D) float32, added to
     TURNS,  # (B, N, H) int32, zeros; at row c of a tile: whose turn it is to add to its chunk c of rows

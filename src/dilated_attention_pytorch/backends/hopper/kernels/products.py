@@ -1,8 +1,8 @@
-"""Products of the Hopper kernels: rows with rows, over the head size, and weights with rows, whose columns it is.
+"""Products of the Hopper kernels: rows with rows, over the head size, and weights with rows.
 
-A product takes powers of 2. A head size between two of them is served as two *pieces*: of a block of 64 columns with 48
-that count, 32 and 16. What lies in registers by head size is a tuple of the pieces. Every product, of rows with rows and
-of weights with rows, is then two; ``pending`` counts whole products.
+A product takes powers of 2. A head size between two of them is computed as two *pieces*: 48 columns as 32 and 16. Values in
+registers with the head size as columns are tuples of the pieces. Every product, of rows with rows and of weights with rows,
+is then two; ``pending`` counts whole products.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import product_lay
 
 @gluon.constexpr_function
 def first_piece(D, BLOCK_D):
-    """Columns of the first piece: all, if a second one would not make them fewer."""
+    """Columns of the first piece: all, if a second piece would not reduce their number."""
     return BLOCK_D // 2 if D <= 3 * BLOCK_D // 4 and BLOCK_D > 32 else BLOCK_D
 
 
@@ -83,10 +83,10 @@ def wait_scores(
 ):  # fmt: skip
     """Wait for scores, until so many later products, and ``SHIFTS`` single ones of shifts, are left.
 
-    A left side in registers is named, and so lasts.
+    A left side in registers is an operand of the wait, so that it is kept.
 
-    The assembler of Triton 3.6 gives the registers of a left side that does not change in a loop to other values inside
-    of the loop. A value that comes out of the wait changes, for all it knows.
+    The assembler of Triton 3.6 reuses the registers of a left side that does not change in a loop for other values
+    inside of the loop. To it, a value that the wait returns may have changed.
     """
     LEFT: gl.constexpr = pending * (1 if second_piece(D, BLOCK_D) == 0 else 2) + SHIFTS
     if not IN_REGISTERS:
@@ -132,7 +132,7 @@ def start_sums(weights, block, sums, D: gl.constexpr):
 
 @gluon.jit
 def wait_sums(sums, weights, D: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Wait for all products. They read their left sides from registers until then: named here, so that they last."""
+    """Wait for all products. They read their left sides from registers until then, so these are operands of the wait."""
     if second_piece(D, BLOCK_D) == 0:
         first, _ = warpgroup_mma_wait(0, deps=(sums[0], weights))
         return (first,)

@@ -1,4 +1,4 @@
-"""The softmax of the Hopper forward kernels: all keys of an item for the rows of one group, and what becomes of overflows.
+"""The softmax of the Hopper forward kernels: all keys of an item for the rows of one warp group, and overflows.
 
 With weights relative to a row's maximum so far, every block of keys waits for its own maximum, and sums are scaled again
 where that has grown. Here (bfloat16) they are relative to the maximum of a row's *first* block, also where later
@@ -46,7 +46,7 @@ def _hide(s, n, masked, columns, seen):
 
 @gluon.jit
 def _raise_maximum(s, m2, scale_log2):
-    """The maximum of each row, these scores included, and the factor for what came before."""
+    """The maximum of each row, including these scores, and the factor for the sums so far."""
     m2_new = gl.maximum(m2, gl.max(s, 1) * scale_log2)
     return m2_new, gl.exp2(m2 - m2_new)
 

@@ -1,12 +1,13 @@
-"""Programs that add to the same rows in memory, in a fixed order: so that sums have the same bits in every run.
+"""Programs that add to the same rows in memory do so in a fixed order, so that sums have the same bits in every run.
 
 Several items, which have the same query rows and different keys, add to the same rows of dq. They do so in turns, the item of
-the last keys first: a counter in memory for each chunk of query rows of a tile says whose turn it is. Programs take items in
-that order as they come to them, so an item only ever waits for items that are being computed, never for ever. That also keeps
-waits short: programs that follow one another are a turn apart, and stay so from tile to tile.
+the last keys first. A counter in memory for each chunk of query rows of a tile says whose turn it is. Programs take items in
+that order, so an item waits only for items that are being computed, and no wait is endless. Waits are short: consecutive
+programs have a distance of one turn, and keep it from tile to tile.
 
-The last keys first, because of causal tiles: there an item begins with the chunk of rows that have its keys' positions, and is
-the first that adds to it. With the next chunk, the item behind it has begun. So items that begin together hardly wait:
+The last keys come first because of causal tiles. There an item begins with the chunk of rows at the positions of its keys, and
+it is the first that adds to that chunk. The item behind it has begun with the next chunk. So items that begin at the same
+time hardly wait:
 
     chunk of rows     0   1   2   3
     keys of item 0    0   1   2   3     when it is computed by each, from the begin of the item on
@@ -39,8 +40,8 @@ from dilated_attention_pytorch.backends.gpu.kernels.columns import (
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import find_family
 from dilated_attention_pytorch.backends.hopper.kernels.common import ROWS
 
-# Items of a window, or more: one and a half times as many as there are multiprocessors. More tiles at a time, or items further
-# apart, and what they read no longer stays in the L2 cache.
+# The least items of a window: one and a half times the number of multiprocessors. With more tiles at a time, or more distance
+# between items, their inputs no longer stay in the L2 cache.
 TOGETHER = gl.constexpr(198)
 
 
@@ -48,9 +49,9 @@ TOGETHER = gl.constexpr(198)
 def find_turn(TABLE, families, items, item, group):
     """common.find_item by keys, with the last items of a tile first, and items of several tiles in turns.
 
-    Items of one tile that follow one another would begin at the same time and then wait for each other. Here the last items
-    of several tiles (a window) come first, then those before, and so on: programs that come free at the same time take items
-    of different tiles, and one that takes the next of a tile comes a turn later.
+    Consecutive items of one tile would begin at the same time and then wait for each other. Here the last items of several
+    tiles (a window) come first, then those before, and so on. Programs that become free at the same time take items of
+    different tiles, and the next item of a tile is taken a turn later.
 
     Worked example: 5 tiles of 2 items in windows of 3 and 2 tiles. Tiles 0 1 2 0 1 2 3 4 3 4, items 1 1 1 0 0 0 1 1 0 0.
     """
@@ -112,7 +113,7 @@ def wait_turn(COUNTER, turn):
     now = gl.atomic_add(COUNTER, 0, sem="acquire")
     while now != turn:
         now = gl.atomic_add(COUNTER, 0, sem="acquire")
-    # Additions go another way to memory than the counter: they come after what was just read.
+    # Additions take another path to memory than the counter: this orders them after what was just read.
     x = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
