@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention_pytorch.distributed.block_plan import ChunkLists, ListedShards, read_by, sharing
-from dilated_attention_pytorch.distributed.block_schedule import BlockSchedule, Ranges, blocks_of, joined, overlap
-from dilated_attention_pytorch.distributed.groups import naming
 from dilated_attention_pytorch.distributed.messages import Message
-from dilated_attention_pytorch.distributed.wire import Parcel, Wire
+from dilated_attention_pytorch.distributed.rank_plans import ChunkLists, ListedShards, read_by, sharing
+from dilated_attention_pytorch.distributed.schedules import BlockSchedule, Ranges, blocks_of, joined, overlap
+from dilated_attention_pytorch.distributed.wire import Parcel, Wire, naming
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.patterns.lists import BlockLists
 from dilated_attention_pytorch.plan.adaptive import add_to_blocks_, best_blocks

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.distributed.block_schedule import BlockSchedule
-from dilated_attention_pytorch.distributed.dilated_schedule import DilatedSchedule
+from dilated_attention_pytorch.distributed.schedules import BlockSchedule, DilatedSchedule, Ranges
 from dilated_attention_pytorch.execute.loop import TileSet
+from dilated_attention_pytorch.execute.strided import Positions
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Inputs, Options
 
@@ -64,6 +65,14 @@ class Step:
     def tiles(self, options: Options) -> TileSet:
         """The tiles, with the dropout and the positions of a call. Positions do not travel: every rank knows the order."""
         raise NotImplementedError
+
+    def _originals(self, options: Options, queries: range, keys: Ranges, within: slice = slice(None)) -> Positions | None:
+        """The original positions of the queries, and of the keys ``within`` these."""
+        if options.positions is None:
+            return None
+        positions = options.positions[self.queries[0]]
+        packed = torch.cat([positions[:, x.start : x.stop] for x in keys], 1)
+        return positions[:, queries.start : queries.stop], packed[:, within]
 
 
 @dataclass(frozen=True, slots=True)

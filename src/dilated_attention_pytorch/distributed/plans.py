@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.call import Call, Sharding, check_blocks_fit
-from dilated_attention_pytorch.distributed.block_plan import static_block_plan
-from dilated_attention_pytorch.distributed.dilated_plan import dilated_plan
-from dilated_attention_pytorch.distributed.dilated_schedule import default_bucket_size
 from dilated_attention_pytorch.distributed.messages import RankPlan
+from dilated_attention_pytorch.distributed.rank_plans import dilated_plan, static_block_plan
+from dilated_attention_pytorch.distributed.schedules import default_bucket_size
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.lists import lists_of

@@ -14,14 +14,13 @@ from dilated_attention_pytorch.call import AttentionOptions, Call, Sharding, che
 from dilated_attention_pytorch.distributed import heads
 from dilated_attention_pytorch.distributed.adaptive import adaptive_sequences
 from dilated_attention_pytorch.distributed.agreement import agree, agree_once, arguments_of, reporting
-from dilated_attention_pytorch.distributed.block_plan import block_plan
 from dilated_attention_pytorch.distributed.cost import choose_transport, costs_of
 from dilated_attention_pytorch.distributed.executor import RankCall, RingAttention
-from dilated_attention_pytorch.distributed.groups import resolve_group
 from dilated_attention_pytorch.distributed.messages import RankPlan
 from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, fused_backend, is_detached, stock_backend
 from dilated_attention_pytorch.distributed.plans import make_plan, sharding_of, whole_problem
-from dilated_attention_pytorch.distributed.wire import Wire
+from dilated_attention_pytorch.distributed.rank_plans import block_plan
+from dilated_attention_pytorch.distributed.wire import Wire, resolve_group
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.checks import check_is_order
 from dilated_attention_pytorch.distributed.agreement import Arguments, agree, comparable, reporting
-from dilated_attention_pytorch.distributed.groups import naming, resolve_group
+from dilated_attention_pytorch.distributed.wire import naming, resolve_group
 from dilated_attention_pytorch.orders.order import Order, check_dim
 from dilated_attention_pytorch.shards import Shards, check_layout
 
