@@ -16,7 +16,7 @@ from dilated_attention_pytorch import backends, operators
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import Call
 from dilated_attention_pytorch.distributed.messages import Message
-from dilated_attention_pytorch.distributed.plans import sharding_of
+from dilated_attention_pytorch.distributed.own_rows import sharding_of
 from dilated_attention_pytorch.distributed.wire import Parcel, Wire
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.shards import Shards
