@@ -126,10 +126,9 @@ def _check_order(call: Call, shards: Shards) -> None:
     if call.order is not None and len(call.order) != shards.length:
         rows = [shards.rows(rank) for rank in range(shards.world_size)]
         whole = "; these look like whole sequences, not shards" if set(rows) == {len(call.order)} else ""
-        raise ValueError(
-            f"the order is over {len(call.order)} positions, the {len(rows)} rank(s) have {shards.length} rows "
-            f"together{whole}; use shard_sequence(x, group, order=order)"
-        )
+        ranks = f"the {len(rows)} rank(s) have {shards.length} rows together{whole}"
+        way_out = "use shard_sequence(x, group, order=order)"
+        raise ValueError(f"the order is over {len(call.order)} positions, {ranks}; {way_out}")
 
 
 def make_plan(call: Call, problem: Problem, shards: Shards, rank: int, device: torch.device) -> RankPlan:

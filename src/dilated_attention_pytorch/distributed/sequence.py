@@ -99,7 +99,11 @@ def gather_sequence(
     group, dim = resolve_group(group), dim % x.dim()
     every = [x.shape[dim]]
     if dist.get_world_size(group) > 1:
-        values: dict[str, Any] = {"device": x.device, "dtype": x.dtype, "other_dims": tuple(x.shape[:dim] + x.shape[dim + 1 :])}
+        values: dict[str, Any] = {
+            "device": x.device,
+            "dtype": x.dtype,
+            "other_dims": tuple(x.shape[:dim] + x.shape[dim + 1 :]),
+        }
         values |= {"dim": dim, "requires_grad": torch.is_grad_enabled() and x.requires_grad, "layout": layout}
         values |= {"order": None if order is None else order.fingerprint}
         arguments = Arguments("gather_sequence", tuple((name, comparable(value)) for name, value in values.items()))

@@ -105,10 +105,8 @@ def simulate_ring(
     call, problem = _sharded(call, Sharding(None, layout, bucket_size, "ring"), query, key)
     shards = layout if isinstance(layout, Shards) else Shards.even(call.queries, world_size, layout)
     if not call.queries == call.keys == shards.length or shards.world_size != world_size:
-        raise ValueError(
-            f"a ring of {world_size} ranks has as many queries as keys as rows of shards: got {call.queries} queries, "
-            f"{call.keys} keys, {shards.length} rows on {shards.world_size} ranks"
-        )
+        got = f"{call.queries} queries, {call.keys} keys, {shards.length} rows on {shards.world_size} ranks"
+        raise ValueError(f"a ring of {world_size} ranks has as many queries as keys as rows of shards: got {got}")
     request = Request.of(call)
     fused, kernel = fused_backend(call, request), backends.stock_kernel(stock_backend("auto", request), request)
     positive, used_scale, _ = positive_scale(inputs.query, call.scale)

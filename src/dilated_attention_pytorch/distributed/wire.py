@@ -37,22 +37,17 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
             return group.get_group()
         if "cp" in names:
             return group.get_group("cp")
-        raise ValueError(
-            f"a device mesh must have one dimension or one named 'cp' (context parallel), got {group.ndim} dimensions "
-            f"named {names}; pass mesh['name']"
-        )
+        got = f"got {group.ndim} dimensions named {names}; pass mesh['name']"
+        raise ValueError(f"a device mesh must have one dimension or one named 'cp' (context parallel), {got}")
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"group must be a ProcessGroup or a DeviceMesh, got {group!r}; call init_process_group() first, on "
-            "a rank that is a member"
-        )
+        way_out = "call init_process_group() first, on a rank that is a member"
+        raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {group!r}; {way_out}")
     return group
 
 
 def backend_for(device: str, group: dist.ProcessGroup) -> str | None:
     """The backend of a group for tensors of a device, ``"nccl"`` for example, or None."""
-    pairs = (entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
-    return dict(pairs).get(device)
+    return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",")).get(device)
 
 
 def local_device() -> torch.device:
@@ -116,10 +111,8 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         backend = backend_for(device.type, group)
         if backend is None:
-            raise ValueError(
-                f"the group has no backend for {device.type} tensors ({dist.get_backend_config(group)}); use "
-                "init_process_group('cpu:gloo,cuda:nccl')"
-            )
+            has = f"{dist.get_backend_config(group)}); use init_process_group('cpu:gloo,cuda:nccl')"
+            raise ValueError(f"the group has no backend for {device.type} tensors ({has}")
         self.group, self.rank, self.device = group, dist.get_rank(group), device
         self.global_ranks = dist.get_process_group_ranks(group)
         self.gloo = backend == "gloo"
@@ -182,7 +175,8 @@ class Wire:
         """What travels for a message: its rows, or as many rows in pinned host memory."""
         if not self.staged:
             return rows
-        return _pinned(rows).copy_(rows, non_blocking=True) if copy else _pinned(rows)
+        pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        return pinned.copy_(rows, non_blocking=True) if copy else pinned
 
     @contextlib.contextmanager
     def _copying_out(self, after: Any) -> Iterator[None]:
@@ -195,7 +189,3 @@ class Wire:
             yield
             copied = self.outward.record_event()
         copied.synchronize()
-
-
-def _pinned(rows: Tensor) -> Tensor:
-    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
