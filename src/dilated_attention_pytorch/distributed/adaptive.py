@@ -80,22 +80,16 @@ def _means(problem: Problem, shards: Shards, inputs: Inputs, wire: Wire) -> Iter
                 rows = shards.rows_of(wire.rank, range(first + chunk.start, first + chunk.stop))
                 for x, x_sums in ((query, own[:, :, :heads]), (key, own[:, :, heads:])):
                     add_to_blocks_(x_sums, x[span.samples, rows].detach(), chunk.start, size)
-    _sum_over_ranks_(flat, wire)
+    if len(wire.global_ranks) > 1:
+        total = flat.cpu() if wire.staged else flat
+        with naming("add up the means of blocks with the others", wire.group):
+            dist.all_reduce(total, group=wire.group)
+        flat.copy_(total)  # the same tensor, unless it went through the host
     for span, own in zip(spans, sums, strict=True):
         sizes = torch.full((own.shape[1], 1, 1), float(size), dtype=flat.dtype, device=flat.device)
         sizes[-1] = span.length - (own.shape[1] - 1) * size
         mean = (own / sizes).transpose(1, 2)
         yield span, (mean[:, :heads], mean[:, heads:])
-
-
-def _sum_over_ranks_(flat: Tensor, wire: Wire) -> None:
-    if len(wire.global_ranks) == 1:
-        return
-    total = flat.cpu() if wire.staged else flat
-    with naming("add up the means of blocks with the others", wire.group):
-        dist.all_reduce(total, group=wire.group)
-    if wire.staged:
-        flat.copy_(total)
 
 
 def _with_requests(sequences: list[ListedShards], size: int, wire: Wire) -> tuple[ListedShards, ...]:

@@ -152,25 +152,23 @@ def _absent(group: dist.ProcessGroup) -> list[int]:
     holds the store may have died or stalled.
     """
     absent: list[int] = []
-    thread = Thread(target=_look_for_others, args=(group, absent), daemon=True)
+
+    def look() -> None:
+        names = [f"comparison {_comparisons[group]} of rank {rank}" for rank in range(dist.get_world_size(group))]
+        stop = time.monotonic() + _SETTLE_S
+        with contextlib.suppress(RuntimeError):  # the process with the store is gone: what is known so far stays
+            store = group.get_group_store()
+            store.set(names[dist.get_rank(group)], "failed")
+            while time.monotonic() < stop:
+                time.sleep(0.1)
+                absent[:] = [rank for rank, name in enumerate(names) if not store.check([name])]
+                if not absent:
+                    return
+
+    thread = Thread(target=look, daemon=True)
     thread.start()
     thread.join(_SETTLE_S + 1.0)
     return absent
-
-
-def _look_for_others(group: dist.ProcessGroup, absent: list[int]) -> None:
-    names = [f"comparison {_comparisons[group]} of rank {rank}" for rank in range(dist.get_world_size(group))]
-    stop = time.monotonic() + _SETTLE_S
-    try:
-        store = group.get_group_store()
-        store.set(names[dist.get_rank(group)], "failed")
-        while time.monotonic() < stop:
-            time.sleep(0.1)
-            absent[:] = [rank for rank, name in enumerate(names) if not store.check([name])]
-            if not absent:
-                return
-    except RuntimeError:  # the process with the store is gone: what is known so far stays
-        return
 
 
 def _gather_objects(group: dist.ProcessGroup, own: Arguments | str) -> list[Any]:

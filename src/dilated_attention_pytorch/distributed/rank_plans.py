@@ -15,18 +15,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.distributed import schedules
 from dilated_attention_pytorch.distributed.messages import RankPlan, Section, SequenceShards, Step, make_ticks
-from dilated_attention_pytorch.distributed.schedules import (
-    BlockSchedule,
-    BlockTransfer,
-    DilatedSchedule,
-    Ranges,
-    Transfer,
-    blocks_of,
-    make_schedule,
-    messages_by_round,
-    positions_read,
-)
+from dilated_attention_pytorch.distributed.schedules import BlockSchedule, BlockTransfer, DilatedSchedule, Ranges, Transfer
 from dilated_attention_pytorch.execute.listed import ListedTiles, PlacedDropout
 from dilated_attention_pytorch.execute.strided import StridedTiles, packed_views
 from dilated_attention_pytorch.patterns.lists import BlockLists
@@ -62,12 +53,15 @@ class DilatedSection(Section):
     sequence: DilatedShards
     transfer: Transfer
 
-    def _views(self, x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def packing(self) -> Plan:
+        """The rows as tiles with themselves, which have their heads, first rows and strides."""
         schedule, at = self.sequence.schedule, self.transfer.positions
         sizes = schedule.shards.length, schedule.key_heads
-        # The rows as tiles with themselves, which have their heads, first rows and strides.
-        plan = compile_plan(schedule.pattern, *sizes, is_causal=False, queries=at, keys=at).of_branch(self.transfer.branch)
-        return packed_views(plan, x[self.sequence.samples, self.sequence.rows(self.transfer.source, at)], packed)
+        return compile_plan(schedule.pattern, *sizes, is_causal=False, queries=at, keys=at).of_branch(self.transfer.branch)
+
+    def _views(self, x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = self.sequence.rows(self.transfer.source, self.transfer.positions)
+        return packed_views(self.packing(), x[self.sequence.samples, rows], packed)
 
     def pack_(self, x: Tensor, packed: Tensor) -> None:
         """Copy the rows from a tensor of the sender."""
@@ -102,10 +96,10 @@ def dilated_plan(problem: Problem, shards: Shards, rank: int, bucket_size: int) 
     sequences: list[DilatedShards] = []
     for span in problem.spans():
         rows = range(span.keys.start, span.keys.stop)
-        schedule = make_schedule(problem.dilated, shards.within(rows), problem.key_heads, is_causal=problem.is_causal)
-        schedule = schedule.of_branch(problem.branch)
+        sizes = shards.within(rows), problem.key_heads
+        schedule = schedules.make_schedule(problem.dilated, *sizes, is_causal=problem.is_causal).of_branch(problem.branch)
         sequences.append(SequenceShards(span.samples, slice(0, problem.key_heads), rows.start, shards, schedule))
-    counts = messages_by_round([sequence.schedule for sequence in sequences], bucket_size) if sequences else []
+    counts = schedules.messages_by_round([x.schedule for x in sequences], bucket_size) if sequences else []
 
     def split(transfers: list[tuple[DilatedShards, Transfer]]) -> Iterator[tuple[DilatedSection, ...]]:
         """The transfers of one round, cut into messages of ``bucket_size`` rows; the last message may be shorter."""
@@ -204,7 +198,7 @@ def named_blocks(lists: BlockLists | None) -> Ranges:
 def read_by(problem: Problem, chunks: Sequence[range], lists: ChunkLists, length: int) -> Ranges:
     """The positions of a sequence that a rank with these chunks and lists reads."""
     named = [named_blocks(x) for x in lists]
-    return positions_read(chunks, named, problem.blocks.block_size, length, is_causal=problem.is_causal)
+    return schedules.positions_read(chunks, named, problem.blocks.block_size, length, is_causal=problem.is_causal)
 
 
 def listed_sequences(problem: Problem, shards: Shards, rank: int) -> tuple[ListedShards, ...]:
@@ -227,7 +221,7 @@ def listed_sequences(problem: Problem, shards: Shards, rank: int) -> tuple[Liste
 
 def _lists(problem: Problem, given: BlockLists | None, chunk: range, blocks: int) -> BlockLists:
     """The lists of a chunk's query blocks, given or by the pattern's rule, in a sequence of so many blocks."""
-    rows = blocks_of(chunk, problem.blocks.block_size)
+    rows = schedules.blocks_of(chunk, problem.blocks.block_size)
     if given is not None:
         return given.rows(rows.start, rows.stop)
     assert problem.blocks.config is not None
@@ -293,17 +287,10 @@ def _block_steps(
         for rows, keys, skipped, own_lists, causal in _meetings(lists, queries, ranges, is_causal and is_own):
             if own_lists.indices.numel():
                 positions = queries[rows.start : rows.stop]
-                yield BlockStep(
-                    queries=(sequence.samples, sequence.rows(rank, positions), sequence.query_heads),
-                    keys=(samples, slice(packed.start + keys.start, packed.start + keys.stop), heads),
-                    lists=own_lists.to(device),
-                    rows=range(skipped, skipped + len(rows)),
-                    is_causal=causal,
-                    query_positions=positions,
-                    packed=ranges,
-                    within=keys,
-                    first_row=sequence.first_row,
-                )
+                query_rows = sequence.samples, sequence.rows(rank, positions), sequence.query_heads
+                key_rows = samples, slice(packed.start + keys.start, packed.start + keys.stop), heads
+                tiles = own_lists.to(device), range(skipped, skipped + len(rows)), causal
+                yield BlockStep(query_rows, key_rows, sequence.first_row, *tiles, positions, ranges, keys)
 
 
 def _meetings(
@@ -328,7 +315,7 @@ def _meetings(
     if head:
         packed.append((slice(0, head), torch.tensor([ranges[0].start // size])))
     if total > head:
-        whole = [blocks_of(x, size) for x in (ranges[0][head:], *ranges[1:]) if x]
+        whole = [schedules.blocks_of(x, size) for x in (ranges[0][head:], *ranges[1:]) if x]
         packed.append((slice(head, total), positions_of(whole)))
     if not is_causal:
         for keys, blocks in packed:

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
@@ -99,10 +99,6 @@ class SharedSegment:
     holdings: tuple[Holding, ...]
     sums: dict[int, tuple[int, ...]] = field(repr=False)  # by heads: rows of the first n holdings with a head in common
 
-    def number(self, position: int) -> int:
-        """The number of the holding with a position."""
-        return bisect_right(self.holdings, position, key=lambda holding: holding.positions.start) - 1
-
     def needed(self, own: list[Holding], other: Holding, is_causal: bool) -> bool:
         """Whether a head of a rank with the holdings ``own`` sees keys of another rank's holding."""
         starts = (mine.positions.start for mine in own if mine.heads & other.heads)
@@ -166,20 +162,19 @@ class DilatedSchedule:
 
     def own_plans(self, rank: int) -> Iterator[Plan]:
         """The tiles of a rank's own queries and keys, for every pair of its chunks."""
-        chunks = self.shards.chunks[rank]
-        plans = (self._plan(queries, keys) for queries in chunks for keys in chunks)
-        return (plan for plan in plans if plan.families)
+        return self._plans(rank, self.shards.chunks[rank], self.branch)
 
     def plans(self, transfer: Transfer) -> Iterator[Plan]:
         """The tiles of a transfer at its target, for every chunk of queries there."""
-        chunks = self.shards.chunks[transfer.target]
-        plans = (self._plan(queries, transfer.positions).of_branch(transfer.branch) for queries in chunks)
-        return (plan for plan in plans if plan.families)
+        return self._plans(transfer.target, (transfer.positions,), transfer.branch)
 
-    def _plan(self, queries: range, keys: range) -> Plan:
+    def _plans(self, rank: int, keys: tuple[range, ...], branch: int | None) -> Iterator[Plan]:
         sizes = self.shards.length, self.key_heads
-        plan = compile_plan(self.pattern, *sizes, is_causal=self.is_causal, queries=queries, keys=keys)
-        return plan if self.branch is None else plan.of_branch(self.branch)
+        for queries, at in product(self.shards.chunks[rank], keys):
+            plan = compile_plan(self.pattern, *sizes, is_causal=self.is_causal, queries=queries, keys=at)
+            plan = plan if branch is None else plan.of_branch(branch)
+            if plan.families:
+                yield plan
 
     def _segments_of(self, rank: int) -> Iterator[SharedSegment]:
         return (self.segments[number] for number in self.segments_of[rank])
@@ -209,7 +204,7 @@ class DilatedSchedule:
         for segment in self._segments_of(rank):
             positions = range(segment.holdings[0].positions.start, segment.holdings[-1].positions.stop)
             chunks = (x for chunk in self.shards.chunks[rank] for x in overlap((chunk,), positions))
-            numbers = (segment.number(x.start) for x in chunks)
+            numbers = (bisect_right(segment.holdings, x.start, key=lambda x: x.positions.start) - 1 for x in chunks)
             own = {i: segment.holdings[i] for i in numbers if segment.holdings[i].rows}
             heads = {holding.heads for holding in own.values()}
             if len(heads) == 1:  # takes the time of a search, not of a sum over thousands of ranks
