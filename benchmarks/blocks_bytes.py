@@ -18,8 +18,8 @@ from pathlib import Path
 import dilated_attention_pytorch
 from dilated_attention_pytorch import BlockSparse, DistributedSparseConfig, SparsePatternConfig
 from dilated_attention_pytorch.distributed import Shards
-from dilated_attention_pytorch.distributed.block_plan import named_blocks
-from dilated_attention_pytorch.distributed.block_schedule import BlockSchedule, blocks_of, positions_read
+from dilated_attention_pytorch.distributed.rank_plans import named_blocks
+from dilated_attention_pytorch.distributed.schedules import BlockSchedule, blocks_of, positions_read
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "blocks_bytes.json"

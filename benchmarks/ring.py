@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 import dilated_attention_pytorch
 from dilated_attention_pytorch import Dilated, Sharding, attention
 from dilated_attention_pytorch.distributed import Shards, shard_sequence, simulate_ring
-from dilated_attention_pytorch.distributed.dilated_schedule import default_bucket_size, make_schedule
+from dilated_attention_pytorch.distributed.schedules import default_bucket_size, make_schedule
 from dilated_attention_pytorch.measure import peak_extra_bytes
 
 ROOT = Path(__file__).parents[1]

@@ -37,9 +37,9 @@ from dilated_attention_pytorch import Dilated, Sharding, attention
 from dilated_attention_pytorch.backends import stock_kernel
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.distributed import Shards
-from dilated_attention_pytorch.distributed.dilated_plan import dilated_plan
-from dilated_attention_pytorch.distributed.dilated_schedule import default_bucket_size
 from dilated_attention_pytorch.distributed.executor import Exchange, RankCall
+from dilated_attention_pytorch.distributed.rank_plans import dilated_plan
+from dilated_attention_pytorch.distributed.schedules import default_bucket_size
 from dilated_attention_pytorch.distributed.wire import Wire
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.values import Inputs, Options

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.cli.demo import embed, standard_library
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, local_device, shard_sequence
-from dilated_attention_pytorch.distributed.dilated_schedule import make_schedule
+from dilated_attention_pytorch.distributed.schedules import make_schedule
 from dilated_attention_pytorch.measure import peak_extra_bytes
 
 LAYOUT = "zigzag"

@@ -35,16 +35,11 @@ CACHES = (
     Cache("backends.gpu.launch", "launch_cache", "launches without tables, by kernel and arguments"),
     Cache("backends.hopper.configs", "_extent", "pairs and rows of a problem, by which the joint backward is chosen"),
     Cache("backends.hopper.persistent", "multiprocessors", "the number of multiprocessors of a device"),
-    Cache("distributed.dilated_schedule", "make_schedule", "schedules of dilated patterns"),
-    Cache("distributed.dilated_plan", "dilated_plan", "the plan of a rank in dilated attention"),
-    Cache("distributed.block_plan", "static_block_plan", "the plan of a rank in block-sparse attention"),
+    Cache("distributed.schedules", "make_schedule", "schedules of dilated patterns"),
+    Cache("distributed.rank_plans", "dilated_plan", "the plan of a rank in dilated attention"),
+    Cache("distributed.rank_plans", "static_block_plan", "the plan of a rank in block-sparse attention"),
     Cache("distributed.own_rows", "_plans", "the plans of a rank's own rows"),
     Cache("distributed.cost", "_most_bytes", "the most bytes that a rank of a plan receives"),
-    Cache("distributed.dilated_schedule", "make_schedule", "schedules by pattern and shards"),
-    Cache("distributed.dilated_plan", "dilated_plan", "the plan of a rank for a dilated problem"),
-    Cache("distributed.block_plan", "static_block_plan", "the plan of a rank for a block-sparse problem, with its tensors"),
-    Cache("distributed.own_rows", "_plans", "the tiles of a rank's own rows"),
-    Cache("distributed.cost", "_most_bytes", "the bytes that the ranks of a plan receive"),
 )
 
 

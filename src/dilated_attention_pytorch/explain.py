@@ -18,7 +18,7 @@ from dilated_attention_pytorch.plan.lists import lists_of
 from dilated_attention_pytorch.plan.problem import Problem
 
 if TYPE_CHECKING:  # importing it imports torch.distributed
-    from dilated_attention_pytorch.distributed.describe import ShardedTraffic
+    from dilated_attention_pytorch.distributed.simulate import ShardedTraffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def explain(
     counts = _count_tiles(call, problem) if isinstance(pattern, Dilated) else _count_blocks(call, problem, options.chosen)
     sharding = None
     if world_size is not None:
-        from dilated_attention_pytorch.distributed.describe import describe_sharding  # imports torch.distributed
+        from dilated_attention_pytorch.distributed.simulate import describe_sharding  # imports torch.distributed
 
         sharding = describe_sharding(call, inputs[:2], world_size, layout or "contiguous")
     return Explanation(

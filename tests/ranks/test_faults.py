@@ -19,8 +19,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, local_device, shard_sequence
 from dilated_attention_pytorch.distributed.agreement import Arguments, differences
-from dilated_attention_pytorch.distributed.groups import failure
-from dilated_attention_pytorch.distributed.wire import Wire
+from dilated_attention_pytorch.distributed.wire import Wire, failure
 from rank_faults import LONG_S, TIMEOUT_S, WORLD, die, stall
 from ring_cases import sharded
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, attention
 from dilated_attention_pytorch.distributed import Shards
-from dilated_attention_pytorch.distributed.dilated_plan import dilated_plan
-from dilated_attention_pytorch.distributed.dilated_schedule import default_bucket_size
+from dilated_attention_pytorch.distributed.rank_plans import dilated_plan
+from dilated_attention_pytorch.distributed.schedules import default_bucket_size
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from dilated_attention_pytorch.plan.problem import Problem
 from staged import staged

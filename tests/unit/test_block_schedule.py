@@ -15,7 +15,7 @@ import block_oracle
 from block_cases import SIZE, config
 from dilated_attention_pytorch import BlockSparse, DistributedSparseConfig, SparsePatternConfig, attention
 from dilated_attention_pytorch.distributed import Shards
-from dilated_attention_pytorch.distributed.block_plan import listed_sequences
+from dilated_attention_pytorch.distributed.rank_plans import listed_sequences
 from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 
 LAYOUTS = st.sampled_from(["contiguous", "zigzag"])

@@ -33,8 +33,7 @@ WITHOUT_TORCH = (
     "plan/sequences.py",
     "plan/dropout.py",
     "shards.py",
-    "distributed/dilated_schedule.py",
-    "distributed/block_schedule.py",
+    "distributed/schedules.py",
 )
 BACKENDS = ("reference", "eager", "sdpa", "triton", "hopper")
 OPTIONAL = ("triton", "torch.distributed", "matplotlib", "rich", "typer")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import oracle
 from dilated_attention_pytorch import Dilated
-from dilated_attention_pytorch.distributed.dilated_plan import dilated_plan
-from dilated_attention_pytorch.distributed.dilated_schedule import make_schedule
+from dilated_attention_pytorch.distributed.rank_plans import dilated_plan
+from dilated_attention_pytorch.distributed.schedules import make_schedule
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.shards import Shards
 

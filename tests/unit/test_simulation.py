@@ -7,8 +7,8 @@ import torch
 
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.distributed import Shards, simulate_ring
-from dilated_attention_pytorch.distributed.dilated_schedule import default_bucket_size, make_schedule
 from dilated_attention_pytorch.distributed.messages import Message
+from dilated_attention_pytorch.distributed.schedules import default_bucket_size, make_schedule
 from dilated_attention_pytorch.distributed.simulate import SimulatedWire
 
 CASES = [

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention_pytorch.distributed.block_plan import ChunkLists, ListedShards, read_by, sharing
-from dilated_attention_pytorch.distributed.block_schedule import BlockSchedule, Ranges, blocks_of, joined, overlap
-from dilated_attention_pytorch.distributed.groups import naming
 from dilated_attention_pytorch.distributed.messages import Message
-from dilated_attention_pytorch.distributed.wire import Parcel, Wire
+from dilated_attention_pytorch.distributed.rank_plans import ChunkLists, ListedShards, read_by, sharing
+from dilated_attention_pytorch.distributed.schedules import BlockSchedule, Ranges, blocks_of, joined, overlap
+from dilated_attention_pytorch.distributed.wire import Parcel, Wire, naming
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.patterns.lists import BlockLists
 from dilated_attention_pytorch.plan.adaptive import add_to_blocks_, best_blocks
@@ -81,22 +80,16 @@ def _means(problem: Problem, shards: Shards, inputs: Inputs, wire: Wire) -> Iter
                 rows = shards.rows_of(wire.rank, range(first + chunk.start, first + chunk.stop))
                 for x, x_sums in ((query, own[:, :, :heads]), (key, own[:, :, heads:])):
                     add_to_blocks_(x_sums, x[span.samples, rows].detach(), chunk.start, size)
-    _sum_over_ranks_(flat, wire)
+    if len(wire.global_ranks) > 1:
+        total = flat.cpu() if wire.staged else flat
+        with naming("add up the means of blocks with the others", wire.group):
+            dist.all_reduce(total, group=wire.group)
+        flat.copy_(total)  # the same tensor, unless it went through the host
     for span, own in zip(spans, sums, strict=True):
         sizes = torch.full((own.shape[1], 1, 1), float(size), dtype=flat.dtype, device=flat.device)
         sizes[-1] = span.length - (own.shape[1] - 1) * size
         mean = (own / sizes).transpose(1, 2)
         yield span, (mean[:, :heads], mean[:, heads:])
-
-
-def _sum_over_ranks_(flat: Tensor, wire: Wire) -> None:
-    if len(wire.global_ranks) == 1:
-        return
-    total = flat.cpu() if wire.staged else flat
-    with naming("add up the means of blocks with the others", wire.group):
-        dist.all_reduce(total, group=wire.group)
-    if wire.staged:
-        flat.copy_(total)
 
 
 def _with_requests(sequences: list[ListedShards], size: int, wire: Wire) -> tuple[ListedShards, ...]:

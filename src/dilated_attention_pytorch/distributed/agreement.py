@@ -23,7 +23,7 @@ from torch import Tensor
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch.call import Call, Sharding
-from dilated_attention_pytorch.distributed.groups import backend_for, failure, resolve_group
+from dilated_attention_pytorch.distributed.wire import backend_for, failure, resolve_group
 from dilated_attention_pytorch.orders.order import Identity, Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -83,7 +83,9 @@ def agree(group: dist.ProcessGroup, arguments: Arguments, rows: int, seed: int =
     """The rows of every rank, and the seed of the first; the same ValueError on every rank if arguments differ."""
     everyone = _gather(group, [rows, seed, arguments.hash])
     if any(other[2] != everyone[0][2] or other[0] < 0 for other in everyone):
-        _raise(_gather_objects(group, arguments))
+        objects = _gather_objects(group, arguments)
+        refusals = [f"rank {rank} refused its arguments: {x}" for rank, x in enumerate(objects) if isinstance(x, str)]
+        raise ValueError("; ".join(refusals) or differences(objects))
     return [other[0] for other in everyone], everyone[0][1]
 
 
@@ -150,36 +152,29 @@ def _absent(group: dist.ProcessGroup) -> list[int]:
     holds the store may have died or stalled.
     """
     absent: list[int] = []
-    thread = Thread(target=_look_for_others, args=(group, absent), daemon=True)
+
+    def look() -> None:
+        names = [f"comparison {_comparisons[group]} of rank {rank}" for rank in range(dist.get_world_size(group))]
+        stop = time.monotonic() + _SETTLE_S
+        with contextlib.suppress(RuntimeError):  # the process with the store is gone: what is known so far stays
+            store = group.get_group_store()
+            store.set(names[dist.get_rank(group)], "failed")
+            while time.monotonic() < stop:
+                time.sleep(0.1)
+                absent[:] = [rank for rank, name in enumerate(names) if not store.check([name])]
+                if not absent:
+                    return
+
+    thread = Thread(target=look, daemon=True)
     thread.start()
     thread.join(_SETTLE_S + 1.0)
     return absent
 
 
-def _look_for_others(group: dist.ProcessGroup, absent: list[int]) -> None:
-    names = [f"comparison {_comparisons[group]} of rank {rank}" for rank in range(dist.get_world_size(group))]
-    stop = time.monotonic() + _SETTLE_S
-    try:
-        store = group.get_group_store()
-        store.set(names[dist.get_rank(group)], "failed")
-        while time.monotonic() < stop:
-            time.sleep(0.1)
-            absent[:] = [rank for rank, name in enumerate(names) if not store.check([name])]
-            if not absent:
-                return
-    except RuntimeError:  # the process with the store is gone: what is known so far stays
-        return
-
-
-def _gather_objects(group: dist.ProcessGroup, own: Arguments | str) -> list[Arguments | str]:
+def _gather_objects(group: dist.ProcessGroup, own: Arguments | str) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     return everyone
-
-
-def _raise(everyone: list[Arguments | str]) -> None:
-    refusals = [f"rank {rank} refused its arguments: {x}" for rank, x in enumerate(everyone) if isinstance(x, str)]
-    raise ValueError("; ".join(refusals) or differences([x for x in everyone if isinstance(x, Arguments)]))
 
 
 def differences(everyone: list[Arguments]) -> str:
@@ -188,12 +183,10 @@ def differences(everyone: list[Arguments]) -> str:
     if len(functions) > 1:
         return f"all ranks must make the same call, got {_listed(functions)}"
     by_name = [dict(arguments.values) for arguments in everyone]
-    lines = ["all ranks must call with the same arguments, apart from the rows of their tensors; these differ:"]
-    for name in by_name[0]:
-        values = _by_value([_short(repr(own.get(name))) for own in by_name])
-        if len(values) > 1:
-            lines.append(f"  {name}: {_listed(values)}")
-    return "\n".join(lines)
+    values = {name: _by_value([_short(repr(own.get(name))) for own in by_name]) for name in by_name[0]}
+    lines = [f"  {name}: {_listed(ranks)}" for name, ranks in values.items() if len(ranks) > 1]
+    rule = "all ranks must call with the same arguments, apart from the rows of their tensors; these differ:"
+    return "\n".join([rule, *lines])
 
 
 def _by_value(values: list[str]) -> dict[str, list[int]]:

@@ -17,15 +17,12 @@ MEMORY_SHARE = 1 / 8  # of a rank's own queries, keys, values and output that me
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a forward sends, on the rank that receives most. The numbers are the same on every rank.
-
-    ``ulysses_bytes`` is None where heads cannot be exchanged.
-    """
+    """What a forward sends, on the rank that receives most. The numbers are the same on every rank."""
 
     bytes: int  # of keys and values that a forward receives
     messages: int
     shard_bytes: int  # queries, keys, values and output of the longest shard
-    ulysses_bytes: int | None
+    ulysses_bytes: int | None  # None where heads cannot be exchanged
 
 
 def costs_of(call: Call, plan: RankPlan, shards: Shards) -> Costs:
@@ -64,18 +61,14 @@ def choose_transport(costs: Costs) -> str:
     >>> choose_transport(Costs(bytes=8 * 2**20, messages=1, shard_bytes=32 * 2**20, ulysses_bytes=8 * 2**20))
     'ring'
     """
-    seconds = {"ring": _seconds("ring", costs.bytes, costs)}
+    received = {"ring": costs.bytes}
     if 2 * costs.bytes <= MEMORY_SHARE * costs.shard_bytes:
-        seconds["allgather"] = _seconds("allgather", costs.bytes, costs)
+        received["allgather"] = costs.bytes
     if costs.ulysses_bytes is not None:
-        seconds["ulysses"] = _seconds("ulysses", costs.ulysses_bytes, costs)
-    return min(seconds, key=lambda name: seconds[name])
+        received["ulysses"] = costs.ulysses_bytes
+    return min(received, key=lambda name: waits(name, costs) * LATENCY_S + received[name] / BYTES_PER_S)
 
 
 def waits(transport: str, costs: Costs) -> int:
     """How often a rank waits for messages, one after the other."""
     return {"ring": costs.messages, "allgather": min(1, costs.messages), "ulysses": 2}[transport]
-
-
-def _seconds(transport: str, received: int, costs: Costs) -> float:
-    return waits(transport, costs) * LATENCY_S + received / BYTES_PER_S

@@ -9,6 +9,7 @@ Shape letters: B batch, n rows of this rank, H query heads, G key heads, D head 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,11 +30,6 @@ from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
 StepKeys = tuple[Step, Tensor, Tensor]
 
 
-def _partial_limit(query: Tensor) -> int:
-    """The most elements of a partial result: half as many as on one device, because messages need memory as well."""
-    return max(2**18, query.numel() // 16)
-
-
 @dataclass(frozen=True, slots=True)
 class RankCall:
     """A call as one rank executes it, forward and backward."""
@@ -48,8 +44,8 @@ class RankCall:
     fused: FusedStep | None = None  # computes own queries with own keys
 
     def stock(self, query: Tensor) -> StockCalls:
-        """How stock kernels compute tiles."""
-        return StockCalls(self.kernel, self.options.scale, _partial_limit(query))
+        """How stock kernels compute tiles, with partial results of half the size as on one device: messages need memory."""
+        return StockCalls(self.kernel, self.options.scale, max(2**18, query.numel() // 16))
 
 
 class Buffers:
@@ -58,9 +54,9 @@ class Buffers:
     def __init__(self, messages: list[Message], count: int, like: Tensor, dtype: torch.dtype) -> None:
         self._count = count
         self._sizes = {message.tick: message.numel(like.shape[-1]) for message in messages}
-        most: dict[int, int] = {}
+        most: dict[int, int] = defaultdict(int)
         for tick, size in self._sizes.items():
-            most[tick % count] = max(most.get(tick % count, 0), size)
+            most[tick % count] = max(most[tick % count], size)
         self._flat = {slot: torch.empty(size, dtype=dtype, device=like.device) for slot, size in most.items()}
 
     @property

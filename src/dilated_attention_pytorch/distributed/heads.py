@@ -16,7 +16,7 @@ from dilated_attention_pytorch import backends, operators
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import Call
 from dilated_attention_pytorch.distributed.messages import Message
-from dilated_attention_pytorch.distributed.plans import sharding_of
+from dilated_attention_pytorch.distributed.own_rows import sharding_of
 from dilated_attention_pytorch.distributed.wire import Parcel, Wire
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.shards import Shards
@@ -62,20 +62,16 @@ class _Swap(torch.autograd.Function):
     """Tensors (B, n, all heads, ...) -> (B, N, own heads, ...), or back; the gradient goes the other way."""
 
     @staticmethod
-    def forward(
-        ctx: Any, wire: Wire, shards: Shards, key_heads: int, to_heads: bool, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.constants = wire, shards, key_heads, to_heads
-        return _swap(wire, shards, key_heads, to_heads, tensors)
+    def forward(ctx: Any, to_heads: bool, wire: Wire, shards: Shards, key_heads: int, *tensors: Tensor) -> Any:
+        ctx.to_heads, ctx.constants = to_heads, (wire, shards, key_heads)
+        return _swap(to_heads, wire, shards, key_heads, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wire, shards, key_heads, to_heads = ctx.constants
-        swapped = _Swap.apply(wire, shards, key_heads, not to_heads, *grads)  # type: ignore[no-untyped-call]
-        return None, None, None, None, *swapped
+        return None, None, None, None, *_Swap.apply(not ctx.to_heads, *ctx.constants, *grads)  # type: ignore[no-untyped-call]
 
 
-def _swap(wire: Wire, shards: Shards, key_heads: int, to_heads: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _swap(to_heads: bool, wire: Wire, shards: Shards, key_heads: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     world, rank = shards.world_size, wire.rank
     shares = [heads_of(p, key_heads, world) for p in range(world)]
     results, arrivals, sends, receives = [], [], [], []
@@ -87,7 +83,8 @@ def _swap(wire: Wire, shards: Shards, key_heads: int, to_heads: bool, tensors: t
         result = x.new_empty((x.shape[0], shape[0], shape[1] * per_key, *x.shape[3:]))
         results.append(result)
         for p in range(world):
-            sent = x[:, :, heads[p]] if to_heads else _rows(x, shards, p)
+            chunks = (slice(chunk.start, chunk.stop) for chunk in shards.chunks[p])
+            sent = x[:, :, heads[p]] if to_heads else torch.cat([x[:, rows] for rows in chunks], 1)
             if p == rank:
                 arrivals.append((result, p, heads, sent))
                 continue
@@ -98,41 +95,26 @@ def _swap(wire: Wire, shards: Shards, key_heads: int, to_heads: bool, tensors: t
             receives.append(Parcel(Message(p, rank, 0, "exchange of heads"), "heads", p, arrival))
     wire.start(sends, receives, wire.now())()
     for result, p, heads, arrival in arrivals:
-        if to_heads:
-            _put_rows_(result, shards, p, arrival)
-        else:
+        if not to_heads:
             result[:, :, heads[p]] = arrival
+            continue
+        chunks = shards.chunks[p]
+        for chunk, own in zip(chunks, torch.split(arrival, [len(x) for x in chunks], 1), strict=True):
+            result[:, chunk.start : chunk.stop] = own
     return tuple(results)
-
-
-def _rows(x: Tensor, shards: Shards, rank: int) -> Tensor:
-    """The rows of a rank in a tensor of the whole sequence, in the rank's order."""
-    return torch.cat([x[:, chunk.start : chunk.stop] for chunk in shards.chunks[rank]], 1)
-
-
-def _put_rows_(x: Tensor, shards: Shards, rank: int, rows: Tensor) -> None:
-    sizes = [len(chunk) for chunk in shards.chunks[rank]]
-    for chunk, own in zip(shards.chunks[rank], torch.split(rows, sizes, 1), strict=True):
-        x[:, chunk.start : chunk.stop] = own
 
 
 def attend(call: Call, inputs: Inputs, shards: Shards, wire: Wire) -> tuple[Tensor, Tensor | None]:
     """``(out, lse (B, H, n))`` of this rank's rows; lse only if the call returns it."""
 
     def swap(to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        swapped: tuple[Tensor, ...] = _Swap.apply(wire, shards, call.key_heads, to_heads, *tensors)  # type: ignore[no-untyped-call]
+        swapped: tuple[Tensor, ...] = _Swap.apply(to_heads, wire, shards, call.key_heads, *tensors)  # type: ignore[no-untyped-call]
         return swapped
 
     own = Inputs(*swap(True, *inputs))
-    one_device = replace(
-        call,
-        pattern=Dilated([max(1, shards.length)], [1]),
-        queries=shards.length,
-        keys=shards.length,
-        heads=own.query.shape[2],
-        key_heads=own.key.shape[2],
-        sharding=None,
-    )
+    rows, heads, key_heads = shards.length, own.query.shape[2], own.key.shape[2]
+    one_device = replace(call, queries=rows, keys=rows, heads=heads, key_heads=key_heads, sharding=None)
+    one_device = replace(one_device, pattern=Dilated([max(1, rows)], [1]))
     out, lse = operators.run(one_device, own, backends.choose(call.backend, Request.of(one_device)))
     if not call.return_lse:
         return swap(False, out)[0], None

@@ -9,15 +9,18 @@ A sequence of a batch is the whole row of tokens, the valid rows of padded sampl
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.distributed.block_schedule import BlockSchedule
-from dilated_attention_pytorch.distributed.dilated_schedule import DilatedSchedule
+from dilated_attention_pytorch.distributed.schedules import BlockSchedule, DilatedSchedule, Ranges
 from dilated_attention_pytorch.execute.loop import TileSet
+from dilated_attention_pytorch.execute.strided import Positions
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Inputs, Options
 
@@ -34,15 +37,9 @@ class SequenceShards(Generic[Schedule]):
     shards: Shards  # of the row of tokens
     schedule: Schedule  # of the sequence, whose positions count from 0
 
-    @property
-    def batch(self) -> int:
-        """The number of samples."""
-        return int(self.samples.stop - self.samples.start)
-
-    @property
-    def heads(self) -> int:
-        """The number of key heads."""
-        return int(self.key_heads.stop - self.key_heads.start)
+    def shape(self, rows: int) -> tuple[int, int, int]:
+        """Samples, rows and key heads of so many rows."""
+        return self.samples.stop - self.samples.start, rows, self.key_heads.stop - self.key_heads.start
 
     def rows(self, rank: int, positions: range) -> slice:
         """The rows of a rank's tensors at these positions of the sequence."""
@@ -50,7 +47,7 @@ class SequenceShards(Generic[Schedule]):
 
     def bytes(self, rank: int, head_dim: int, element_size: int) -> int:
         """The bytes of keys and values that a rank receives in a forward."""
-        return self.schedule.received_rows(rank) * self.heads * head_dim * 2 * element_size * self.batch
+        return 2 * math.prod(self.shape(self.schedule.received_rows(rank))) * head_dim * element_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,15 @@ class Step:
         """The tiles, with the dropout and the positions of a call. Positions do not travel: every rank knows the order."""
         raise NotImplementedError
 
+    def _originals(self, options: Options, queries: range, keys: Ranges, within: slice = slice(None)) -> Positions | None:
+        """The original positions of the queries, and of the keys ``within`` these."""
+        if options.positions is None:
+            return None
+        positions = options.positions[self.queries[0]]
+        packed = [positions[:, x.start : x.stop] for x in keys]
+        together = packed[0] if len(packed) == 1 else torch.cat(packed, 1)  # strided tiles need the view
+        return positions[:, queries.start : queries.stop], together[:, within]
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -76,7 +82,7 @@ class Section:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Samples, rows and key heads."""
-        return self.sequence.batch, self.transfer.rows, self.sequence.heads
+        return self.sequence.shape(self.transfer.rows)
 
     def pack_(self, x: Tensor, packed: Tensor) -> None:
         """Copy the rows from a tensor (B, n, G, D) of the sender."""
@@ -153,20 +159,17 @@ def make_ticks(
 ) -> tuple[Tick, ...]:
     """The messages of a rank. ``counts`` has the number of ticks of rounds 1, 2, ..., the same on every rank."""
     world = len(counts) + 1
-    by_round: dict[int, tuple[list[Any], list[Any]]] = {}
+    by_ends: dict[tuple[int, int], list[tuple[Any, Any]]] = defaultdict(list)
     for sequence in sequences:
-        for side, transfers in enumerate((sequence.schedule.sends(rank), sequence.schedule.receives(rank))):
-            for transfer in transfers:
-                number = (transfer.target - transfer.source) % world
-                by_round.setdefault(number, ([], []))[side].append((sequence, transfer))
+        for transfer in chain(sequence.schedule.sends(rank), sequence.schedule.receives(rank)):
+            by_ends[transfer.source, transfer.target].append((sequence, transfer))
     ticks: list[Tick] = []
     for t, count in enumerate(counts, start=1):
-        ends = (rank, (rank + t) % world), ((rank - t) % world, rank)
         sides: list[list[Message | None]] = []
-        for (source, target), transfers in zip(ends, by_round.get(t, ([], [])), strict=True):
+        for ends in ((rank, (rank + t) % world), ((rank - t) % world, rank)):
             messages: list[Message | None] = [
-                Message(source, target, len(ticks) + s, f"round {t}, message {s + 1}", sections)
-                for s, sections in enumerate(split(transfers))
+                Message(*ends, len(ticks) + s, f"round {t}, message {s + 1}", sections)
+                for s, sections in enumerate(split(by_ends[ends]))
             ]
             assert len(messages) <= count, (t, len(messages), count)
             sides.append(messages + [None] * (count - len(messages)))

@@ -1,6 +1,7 @@
-"""The backends of a rank's tiles. Fused kernels may compute own queries with own keys, before messages are merged.
+"""The problem of a sharded call, and the backends of a rank's tiles.
 
-Fused kernels take contiguous shards only: there, each row of a branch is in one tile, as launch tables have it.
+Fused kernels may compute own queries with own keys, before messages are merged. They take contiguous shards only: there,
+each row of a branch is in one tile, as launch tables have it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from typing import cast
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.gpu.backend import TableBackend
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.call import Call
-from dilated_attention_pytorch.distributed.plans import sharding_of
+from dilated_attention_pytorch.call import Call, Sharding, check_blocks_fit
 from dilated_attention_pytorch.execute.loop import RowGradients, Sums
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
-from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.plan.sequences import Span, spans
+from dilated_attention_pytorch.plan.problem import BlockRule, Problem, find_problem
+from dilated_attention_pytorch.plan.sequences import Span, host_cu_seqlens, host_lengths, spans
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
@@ -32,14 +32,37 @@ from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
 HOPPER_FROM_BRANCHES = 2
 
 
+def sharding_of(call: Call) -> Sharding:
+    """The sharding of a sharded call."""
+    assert call.sharding is not None
+    return call.sharding
+
+
+def whole_problem(call: Call, length: int) -> Problem:
+    """The problem of a sharded call over the whole sequence, for which the arguments are checked."""
+    check_blocks_fit(call, length, length)
+    pattern: str | BlockRule = call.plan_pattern.spec
+    if isinstance(call.pattern, BlockSparse):
+        given = call.pattern.given_causal if call.plan_is_causal else call.pattern.given
+        pattern = BlockRule(call.pattern.block_size, call.pattern.config, given)
+    sequences = host_lengths(call.lengths, length), host_cu_seqlens(call.cu_seqlens, length)
+    sizes = call.batch, length, length, call.heads, call.key_heads
+    return find_problem(pattern, call.plan_is_causal, *sizes, *sequences)
+
+
 def stock_backend(backend: str, request: Request) -> str:
     """The backend of stock kernels that computes tiles, always those with keys of other ranks."""
     if backend == "reference":
         raise ValueError("backend 'reference' needs whole sequences: leave out group, or use 'auto'")
     reasons = backends.find("sdpa").why_not(request)
-    if backend == "sdpa" and reasons:
-        raise ValueError("backend 'sdpa' cannot serve this call:\n" + "\n".join(f"  {reason}" for reason in reasons))
+    if backend == "sdpa":
+        _raise_if(reasons, backend)
     return "eager" if backend == "eager" or reasons else "sdpa"
+
+
+def _raise_if(reasons: list[str], backend: str) -> None:
+    if reasons:
+        raise ValueError(f"backend {backend!r} cannot serve this call:\n" + "\n".join(f"  {x}" for x in reasons))
 
 
 def fused_backend(call: Call, request: Request) -> str | None:
@@ -54,9 +77,7 @@ def fused_backend(call: Call, request: Request) -> str | None:
         return "hopper" if possible else None
     if call.backend not in ("hopper", "triton"):
         return None
-    reasons = _why_not(call.backend, call, request)
-    if reasons:
-        raise ValueError(f"backend {call.backend!r} cannot serve this call:\n" + "\n".join(f"  {x}" for x in reasons))
+    _raise_if(_why_not(call.backend, call, request), call.backend)
     return call.backend
 
 
@@ -106,9 +127,8 @@ def _plans(problem: OwnRows) -> tuple[tuple[Span, Plan], ...]:
         if start < stop:
             rows = slice(start - own.start, stop - own.start)
             at = range(start - span.keys.start, stop - span.keys.start)
-            plan = compile_plan(
-                problem.dilated, span.length, problem.key_heads, is_causal=problem.is_causal, queries=at, keys=at
-            )
+            sizes = span.length, problem.key_heads
+            plan = compile_plan(problem.dilated, *sizes, is_causal=problem.is_causal, queries=at, keys=at)
             found.append((Span(span.samples, rows, rows), plan))
     return tuple(found)
 
@@ -131,8 +151,7 @@ class FusedStep:
         if self.rows.plans():
             dlse = None if rows.dlse_bnh is None else rows.dlse_bnh.transpose(1, 2).contiguous()
             results = Results(rows.out, rows.lse_bnh.transpose(1, 2).contiguous())
-            upstream = Upstream(rows.dout, dlse)
-            self._kernels.backward(self.rows, inputs, results, upstream, Options(scale), grads=grads)
+            self._kernels.backward(self.rows, inputs, results, Upstream(rows.dout, dlse), Options(scale), grads=grads)
 
     @property
     def _kernels(self) -> TableBackend:

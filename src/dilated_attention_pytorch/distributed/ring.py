@@ -11,17 +11,16 @@ from torch import Tensor
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import AttentionOptions, Call, Sharding, check_no_forward_derivative, make_call
-from dilated_attention_pytorch.distributed import heads
+from dilated_attention_pytorch.distributed import heads, own_rows
 from dilated_attention_pytorch.distributed.adaptive import adaptive_sequences
 from dilated_attention_pytorch.distributed.agreement import agree, agree_once, arguments_of, reporting
-from dilated_attention_pytorch.distributed.block_plan import block_plan
 from dilated_attention_pytorch.distributed.cost import choose_transport, costs_of
 from dilated_attention_pytorch.distributed.executor import RankCall, RingAttention
-from dilated_attention_pytorch.distributed.groups import resolve_group
 from dilated_attention_pytorch.distributed.messages import RankPlan
-from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, fused_backend, is_detached, stock_backend
-from dilated_attention_pytorch.distributed.plans import make_plan, sharding_of, whole_problem
-from dilated_attention_pytorch.distributed.wire import Wire
+from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, is_detached, sharding_of, whole_problem
+from dilated_attention_pytorch.distributed.rank_plans import block_plan, dilated_plan, static_block_plan
+from dilated_attention_pytorch.distributed.schedules import default_bucket_size
+from dilated_attention_pytorch.distributed.wire import Wire, resolve_group
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -44,8 +43,8 @@ def sharded_attention(
         check_no_forward_derivative(inputs)
         _check_rows(call, group)
         request = Request.of(call)
-        kernel = backends.stock_kernel(stock_backend(call.backend, request), request)
-        fused = fused_backend(call, request)
+        kernel = backends.stock_kernel(own_rows.stock_backend(call.backend, request), request)
+        fused = own_rows.fused_backend(call, request)
         wire = Wire(group, call.device)
     inputs = inputs.rows_contiguous()
     shards, seed = _agree(call, inputs, group)
@@ -127,10 +126,17 @@ def _check_order(call: Call, shards: Shards) -> None:
     if call.order is not None and len(call.order) != shards.length:
         rows = [shards.rows(rank) for rank in range(shards.world_size)]
         whole = "; these look like whole sequences, not shards" if set(rows) == {len(call.order)} else ""
-        raise ValueError(
-            f"the order is over {len(call.order)} positions, the {len(rows)} rank(s) have {shards.length} rows "
-            f"together{whole}; use shard_sequence(x, group, order=order)"
-        )
+        ranks = f"the {len(rows)} rank(s) have {shards.length} rows together{whole}"
+        way_out = "use shard_sequence(x, group, order=order)"
+        raise ValueError(f"the order is over {len(call.order)} positions, {ranks}; {way_out}")
+
+
+def make_plan(call: Call, problem: Problem, shards: Shards, rank: int, device: torch.device) -> RankPlan:
+    """The plan of a rank for a pattern that does not depend on content, with indices on this device."""
+    if isinstance(problem.pattern, Dilated):
+        rows = sharding_of(call).bucket_size or default_bucket_size(shards, call.device.type)
+        return dilated_plan(problem, shards, rank, rows)
+    return static_block_plan(problem, shards, rank, device)
 
 
 def _is_adaptive(call: Call) -> bool:
@@ -138,7 +144,6 @@ def _is_adaptive(call: Call) -> bool:
 
 
 def _plan(call: Call, problem: Problem, shards: Shards, inputs: Inputs, wire: Wire) -> RankPlan:
-    """The plan of this rank."""
     if not _is_adaptive(call):
         return make_plan(call, problem, shards, wire.rank, call.device)
     sequences = adaptive_sequences(problem, shards, inputs, call.scale, wire)

@@ -13,14 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.checks import check_is_order
 from dilated_attention_pytorch.distributed.agreement import Arguments, agree, comparable, reporting
-from dilated_attention_pytorch.distributed.groups import naming, resolve_group
+from dilated_attention_pytorch.distributed.rank_plans import positions_of
+from dilated_attention_pytorch.distributed.wire import naming, resolve_group
 from dilated_attention_pytorch.orders.order import Order, check_dim
 from dilated_attention_pytorch.shards import Shards, check_layout
 
 
 def rows_of(shards: Shards, rank: int, device: torch.device) -> Tensor:
     """The positions of a rank's rows."""
-    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in shards.chunks[rank]])
+    return positions_of(shards.chunks[rank], device)
 
 
 def shard_sequence(
@@ -98,15 +99,13 @@ def gather_sequence(
     group, dim = resolve_group(group), dim % x.dim()
     every = [x.shape[dim]]
     if dist.get_world_size(group) > 1:
-        values = {
+        values: dict[str, Any] = {
             "device": x.device,
             "dtype": x.dtype,
             "other_dims": tuple(x.shape[:dim] + x.shape[dim + 1 :]),
-            "dim": dim,
-            "requires_grad": torch.is_grad_enabled() and x.requires_grad,
-            "layout": layout,
-            "order": None if order is None else order.fingerprint,
         }
+        values |= {"dim": dim, "requires_grad": torch.is_grad_enabled() and x.requires_grad, "layout": layout}
+        values |= {"order": None if order is None else order.fingerprint}
         arguments = Arguments("gather_sequence", tuple((name, comparable(value)) for name, value in values.items()))
         # Collectives end a process whose tensor is not as large as those of the others.
         every, _ = agree(group, arguments, x.shape[dim])

@@ -1,4 +1,4 @@
-"""A ring in one process: the ranks of a sharded call run one after the other, and the memory of each is measured."""
+"""What ranks would do, in one process: a simulated ring, whose memory is measured, and the traffic for ``explain``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from dilated_attention_pytorch import backends, operators
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.call import Sharding, make_call
+from dilated_attention_pytorch.call import Call, Sharding, make_call
+from dilated_attention_pytorch.distributed.cost import choose_transport, costs_of, waits
 from dilated_attention_pytorch.distributed.executor import Exchange, RankCall, forward
 from dilated_attention_pytorch.distributed.messages import RankPlan
 from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, fused_backend, stock_backend
-from dilated_attention_pytorch.distributed.plans import make_plan, with_choice
+from dilated_attention_pytorch.distributed.ring import make_plan
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from dilated_attention_pytorch.distributed.wire import Parcel
 from dilated_attention_pytorch.dtypes import accumulate_dtype
@@ -23,6 +24,8 @@ from dilated_attention_pytorch.execute.loop import Sums, positive_scale
 from dilated_attention_pytorch.measure import peak_extra_bytes
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.plan.lists import lists_of
+from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Inputs, Options
 
@@ -99,17 +102,12 @@ def simulate_ring(
     [49152, 114688, 114688, 65536]
     """
     call, inputs = make_call(query, key, value, pattern, is_causal=is_causal, scale=scale)
-    sharding = Sharding(None, layout, bucket_size, "ring")
-    sharding.check()
-    sharding.check_pattern(pattern)
+    call, problem = _sharded(call, Sharding(None, layout, bucket_size, "ring"), query, key)
     shards = layout if isinstance(layout, Shards) else Shards.even(call.queries, world_size, layout)
     if not call.queries == call.keys == shards.length or shards.world_size != world_size:
-        raise ValueError(
-            f"a ring of {world_size} ranks has as many queries as keys as rows of shards: got {call.queries} queries, "
-            f"{call.keys} keys, {shards.length} rows on {shards.world_size} ranks"
-        )
-    problem, options = operators.problem_and_options(call, inputs.query, inputs.key)
-    problem, call, request = with_choice(problem, options.chosen), replace(call, sharding=sharding), Request.of(call)
+        got = f"{call.queries} queries, {call.keys} keys, {shards.length} rows on {shards.world_size} ranks"
+        raise ValueError(f"a ring of {world_size} ranks has as many queries as keys as rows of shards: got {got}")
+    request = Request.of(call)
     fused, kernel = fused_backend(call, request), backends.stock_kernel(stock_backend("auto", request), request)
     positive, used_scale, _ = positive_scale(inputs.query, call.scale)
     rows = [rows_of(shards, rank, call.device) for rank in range(world_size)]
@@ -119,14 +117,11 @@ def simulate_ring(
     for rank, at in enumerate(rows):
         wire = SimulatedWire(plans, own)
         step = None if fused is None else FusedStep(OwnRows.of(problem, shards, rank), fused)
-        rank_call = RankCall(
-            plans[rank], (), wire, 1, kernel, Options(used_scale), accumulate_dtype(call.dtype), fused=step
-        )
+        rank_call = RankCall(plans[rank], (), wire, 1, kernel, Options(used_scale), accumulate_dtype(call.dtype), step)
         (sums.out[:, at], sums.lse_bnh[:, at]), exchange, peak = _measured(rank_call, own[rank])
         query_bytes, key_bytes = (x.numel() * x.element_size() for x in own[rank][:2])
-        memory.append(
-            RankMemory(rank, len(at), query_bytes, 2 * key_bytes, exchange.bytes, peak - exchange.bytes, wire.received)
-        )
+        counts = query_bytes, 2 * key_bytes, exchange.bytes, peak - exchange.bytes, wire.received
+        memory.append(RankMemory(rank, len(at), *counts))
     return *sums.results(call.dtype), tuple(memory)
 
 
@@ -136,3 +131,58 @@ def _measured(call: RankCall, inputs: Inputs) -> tuple[Sums, Exchange, int]:
     with torch.no_grad():
         peak = peak_extra_bytes(lambda: results.append(forward(call, call.plan, inputs)), inputs.query.device)
     return *results.pop(), peak
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTraffic:
+    """What ranks would send one another in a forward, if each had an equal share of the sequence."""
+
+    world_size: int
+    layout: str
+    transport: str  # that transport="auto" takes
+    bytes: int  # to the rank that receives most
+    waits: int  # one after the other
+    own_rows: str  # the backend of a rank's queries with its own keys
+    other_rows: str  # and with those of other ranks
+
+    def __str__(self) -> str:
+        ranks = f"shards    {self.world_size} rank(s), {self.layout}: "
+        own = f"own rows  {self.own_rows}"
+        if not self.bytes:
+            return f"{ranks}nothing is sent\n{own}"
+        sent = f"{self.transport}, {self.bytes / 2**20:,.2f} MiB to a rank, which waits {self.waits} time(s)"
+        return f"{ranks}{sent}\n{own}; rows of others {self.other_rows}"
+
+
+def describe_sharding(call: Call, tensors: tuple[Tensor, Tensor], world_size: int, layout: str) -> ShardedTraffic:
+    """The traffic of a call on one device, if so many ranks shared its sequence evenly; ``tensors`` are query and key."""
+    if call.queries != call.keys:
+        raise ValueError(f"a shard has as many queries as keys, got {call.queries} and {call.keys}; leave out world_size")
+    adaptive = isinstance(call.pattern, BlockSparse) and call.pattern.is_adaptive
+    if adaptive and (call.lengths is not None or call.cu_seqlens is not None):
+        raise ValueError(
+            "what an adaptive pattern sends follows from the content of each sequence: leave out world_size, or explain "
+            "one sequence at a time, without lengths and cu_seqlens"
+        )
+    call, problem = _sharded(call, Sharding(None, layout), *tensors)
+    shards, request = Shards.even(call.keys, world_size, layout), Request.of(call)
+    costs = costs_of(call, make_plan(call, problem, shards, 0, torch.device("cpu")), shards)
+    transport, received = choose_transport(costs), costs.bytes
+    if transport == "ulysses":  # each rank has whole sequences
+        own = others = backends.choose(call.backend, request).name
+        received = costs.ulysses_bytes or 0
+    else:
+        others = stock_backend(call.backend, request)
+        own = fused_backend(call, request) or others
+    return ShardedTraffic(world_size, layout, transport, received, waits(transport, costs), own, others)
+
+
+def _sharded(call: Call, sharding: Sharding, query: Tensor, key: Tensor) -> tuple[Call, Problem]:
+    """The call as ranks would make it, and its problem; an adaptive pattern is replaced by the blocks that it chose."""
+    sharding.check()
+    sharding.check_pattern(call.pattern)
+    problem, options = operators.problem_and_options(call, query, key)
+    if options.chosen is not None:
+        ((_, lists),) = lists_of(problem, options.chosen, torch.device("cpu"))
+        problem = replace(problem, pattern=BlockRule(problem.blocks.block_size, None, lists))
+    return replace(call, sharding=sharding), problem

@@ -1,4 +1,4 @@
-"""The wire: messages between the processes of a group.
+"""Process groups, the device of a rank, and the wire: messages between the processes of a group.
 
 Tensors are sent from where they are, with one exception. A group that has only gloo for CUDA tensors sends them through
 pinned host memory. The copies have streams of their own, so that they run while tiles are computed.
@@ -7,6 +7,7 @@ pinned host memory. The copies have streams of their own, so that they run while
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,14 +15,71 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from dilated_attention_pytorch.distributed.groups import backend_for, naming
 from dilated_attention_pytorch.distributed.messages import Message
 
+_TOO_FEW_GPUS = (
+    "NCCL wants a GPU for every rank. Start as many ranks as there are GPUs (torchrun --nproc-per-node) and give each "
+    "its own (torch.cuda.set_device(local_device())), or call init_process_group('gloo'), which sends through host memory"
+)
 # Gloo moves bytes by one thread for each interface that GLOO_SOCKET_IFNAME names, and takes the tag of a message modulo
 # their number. A large message is therefore sent with several tags. "lo,lo,lo,lo" names one interface four times.
 LANES = 4
 _SMALL_MESSAGE = 2**20  # bytes; up to this size a message has one tag
+
+
+def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The process group over whose ranks a sequence is sharded."""
+    if isinstance(group, DeviceMesh):
+        names = group.mesh_dim_names or ()
+        if group.ndim == 1:
+            return group.get_group()
+        if "cp" in names:
+            return group.get_group("cp")
+        got = f"got {group.ndim} dimensions named {names}; pass mesh['name']"
+        raise ValueError(f"a device mesh must have one dimension or one named 'cp' (context parallel), {got}")
+    if not isinstance(group, dist.ProcessGroup):
+        way_out = "call init_process_group() first, on a rank that is a member"
+        raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {group!r}; {way_out}")
+    return group
+
+
+def backend_for(device: str, group: dist.ProcessGroup) -> str | None:
+    """The backend of a group for tensors of a device, ``"nccl"`` for example, or None."""
+    return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",")).get(device)
+
+
+def local_device() -> torch.device:
+    """The device of this rank, started by torchrun: a GPU of its own, or the CPU on a machine without GPUs.
+
+    With more ranks than GPUs it raises an error. Ranks may share a GPU over gloo: pass ``cuda:0`` yourself.
+
+    Rank 3 of 8 on a machine with 8 GPUs gets ``cuda:3``.
+    """
+    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if gpus and ranks > gpus:
+        raise RuntimeError(f"{ranks} ranks on a machine with {gpus} GPU(s). {_TOO_FEW_GPUS}")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
+
+
+def failure(what: str, error: RuntimeError) -> RuntimeError:
+    """The error to raise in place of one of PyTorch's, with what failed and what to do."""
+    if "Duplicate GPU" in str(error):
+        return RuntimeError(f"two ranks share a GPU. {_TOO_FEW_GPUS} ({what})")
+    return RuntimeError(
+        f"{what}: {error}. A rank may have died or stalled longer than the group's timeout. No result was returned; once "
+        "all ranks have called destroy_process_group() and init_process_group() again, the call can be repeated"
+    )
+
+
+@contextlib.contextmanager
+def naming(task: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Give an error of PyTorch's communication the name of the task that failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise failure(f"rank {dist.get_rank(group)} could not {task}", error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +111,8 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         backend = backend_for(device.type, group)
         if backend is None:
-            raise ValueError(
-                f"the group has no backend for {device.type} tensors ({dist.get_backend_config(group)}); use "
-                "init_process_group('cpu:gloo,cuda:nccl')"
-            )
+            has = f"{dist.get_backend_config(group)}); use init_process_group('cpu:gloo,cuda:nccl')"
+            raise ValueError(f"the group has no backend for {device.type} tensors ({has}")
         self.group, self.rank, self.device = group, dist.get_rank(group), device
         self.global_ranks = dist.get_process_group_ranks(group)
         self.gloo = backend == "gloo"
@@ -119,7 +175,8 @@ class Wire:
         """What travels for a message: its rows, or as many rows in pinned host memory."""
         if not self.staged:
             return rows
-        return _pinned(rows).copy_(rows, non_blocking=True) if copy else _pinned(rows)
+        pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        return pinned.copy_(rows, non_blocking=True) if copy else pinned
 
     @contextlib.contextmanager
     def _copying_out(self, after: Any) -> Iterator[None]:
@@ -132,7 +189,3 @@ class Wire:
             yield
             copied = self.outward.record_event()
         copied.synchronize()
-
-
-def _pinned(rows: Tensor) -> Tensor:
-    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)

@@ -70,10 +70,9 @@ class DistributedSparseConfig:
 
     def __post_init__(self) -> None:
         if self.pattern_type not in TIER_PATTERNS:
-            raise ValueError(
-                f"pattern_type must be one of {', '.join(map(repr, TIER_PATTERNS))}, got {self.pattern_type!r}; patterns "
-                "that do not know of ranks are in SparsePatternConfig"
-            )
+            known = ", ".join(map(repr, TIER_PATTERNS))
+            others = "patterns that do not know of ranks are in SparsePatternConfig"
+            raise ValueError(f"pattern_type must be one of {known}, got {self.pattern_type!r}; {others}")
         check_ratio("sparsity_ratio", self.sparsity_ratio)
         for name in ("local_sparsity", "global_sparsity", "inter_node_sparsity"):
             if getattr(self, name) is not None:
@@ -84,15 +83,12 @@ class DistributedSparseConfig:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"{name} must be an integer, at least {least}, or None, got {value!r}")
         if self.pattern_type == "node_local" and self.inter_node_sparsity is not None:
-            raise ValueError(
-                f"'node_local' reads nothing of other nodes, got inter_node_sparsity={self.inter_node_sparsity}; leave it "
-                "out, or use 'hierarchical'"
-            )
+            got = f"got inter_node_sparsity={self.inter_node_sparsity}; leave it out, or use 'hierarchical'"
+            raise ValueError(f"'node_local' reads nothing of other nodes, {got}")
         for name in _BYTES:
-            if self.pattern_type != "bandwidth_aware" and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} is read by 'bandwidth_aware' only, got {getattr(self, name)} for {self.pattern_type!r}"
-                )
+            value = getattr(self, name)
+            if self.pattern_type != "bandwidth_aware" and value is not None:
+                raise ValueError(f"{name} is read by 'bandwidth_aware' only, got {value} for {self.pattern_type!r}")
 
     @property
     def densities(self) -> tuple[Fraction, Fraction, Fraction]:
@@ -115,10 +111,8 @@ class DistributedSparseConfig:
         [1, 1, 1, 0, 0, 0]
         """
         if token_bytes is None and any(getattr(self, name) is not None for name in _BYTES):
-            raise ValueError(
-                "node_bytes and inter_node_bytes need token_bytes, the bytes of the keys and values of one position: 2 * "
-                "key heads * head size * element size"
-            )
+            size = "the bytes of the keys and values of one position: 2 * key heads * head size * element size"
+            raise ValueError(f"node_bytes and inter_node_bytes need token_bytes, {size}")
         node_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.node_size is None else self.node_size
         return _pattern(self, shards, node_size, token_bytes)
 
@@ -129,17 +123,21 @@ def _fraction(ratio: float) -> Fraction:
 
 @lru_cache(maxsize=32)
 def _pattern(config: DistributedSparseConfig, shards: Shards, node_size: int, token_bytes: int | None) -> BlockSparse:
-    plain, causal = (_lists(config, shards, node_size, token_bytes, is_causal) for is_causal in (False, True))
-    return BlockSparse(None, config.block_size, plain, causal)
+    lists = (_lists(config, shards, node_size, token_bytes, is_causal) for is_causal in (False, True))
+    return BlockSparse(None, config.block_size, *lists)
 
 
 @dataclass(frozen=True, slots=True)
 class _RankBlocks:
     """The query blocks of a rank and the tiers of their key blocks: numbers of blocks, ascending."""
 
-    queries: Tensor  # (Q,)
-    tiers: tuple[Tensor, Tensor, Tensor]
+    tiers: tuple[Tensor, ...]  # of this rank, of the others of its node, and of other nodes
     is_causal: bool
+
+    @property
+    def queries(self) -> Tensor:
+        """(Q,): the blocks of this rank."""
+        return self.tiers[0]
 
     def visible(self) -> Tensor:
         """(3, Q): how many blocks of each tier a query block sees."""
@@ -157,11 +155,8 @@ class _RankBlocks:
         found = []
         for tier, density, name in zip(others, config.densities[1:], _BYTES, strict=True):
             seen = tier[tier < self.queries[-1]] if self.is_causal else tier
-            budget = getattr(config, name)
-            if budget is None:
-                count = math.ceil(density * len(seen))
-            else:
-                assert token_bytes is not None
+            count, budget = math.ceil(density * len(seen)), getattr(config, name)
+            if budget is not None and token_bytes is not None:
                 count = budget // (token_bytes * config.block_size)
             after = torch.searchsorted(own, seen)
             before = seen - own[(after - 1).clamp(min=0)]
@@ -169,22 +164,19 @@ class _RankBlocks:
             far = int(own[-1] + seen[-1]) + 1 if len(seen) else 0  # larger than any distance
             distance = torch.minimum(torch.where(after > 0, before, far), torch.where(after < len(own), behind, far))
             found.append(seen[distance.sort(stable=True).indices[:count]].sort().values)
-        return replace(self, tiers=(own, *found))  # type: ignore[arg-type]
+        return replace(self, tiers=(own, *found))
 
 
 def _rank_blocks(shards: Shards, size: int, node_size: int, is_causal: bool) -> Iterator[_RankBlocks]:
-    own = [
-        torch.cat([torch.arange(-(-c.start // size), -(-c.stop // size)) for c in chunks]).sort().values
-        for chunks in shards.chunks
-    ]
     owner = torch.empty(-(-shards.length // size), dtype=torch.int64)
-    for rank, blocks in enumerate(own):
-        owner[blocks] = rank
-    for rank, blocks in enumerate(own):
-        if len(blocks):
-            mine, node = owner == rank, owner // node_size == rank // node_size
-            tiers = (x.nonzero().squeeze(1) for x in (mine, node & ~mine, ~node))
-            yield _RankBlocks(blocks, tuple(tiers), is_causal)  # type: ignore[arg-type]
+    for rank, chunks in enumerate(shards.chunks):
+        for chunk in chunks:
+            owner[-(-chunk.start // size) : -(-chunk.stop // size)] = rank
+    for rank in range(shards.world_size):
+        mine, node = owner == rank, owner // node_size == rank // node_size
+        own, near, far = (x.nonzero().squeeze(1) for x in (mine, node & ~mine, ~node))
+        if len(own):
+            yield _RankBlocks((own, near, far), is_causal)
 
 
 def _lists(
@@ -196,8 +188,7 @@ def _lists(
         ranks = [rank.fetched(config, token_bytes) for rank in ranks]
     visible_of_all = [rank.visible_of_all(blocks) for rank in ranks]
     budgets = [_ceil(_fraction(config.sparsity_ratio), visible).clamp_(min=1) for visible in visible_of_all]
-    balanced = config.pattern_type == "adaptive_load_balanced"
-    if balanced:
+    if balanced := config.pattern_type == "adaptive_load_balanced":
         budgets = _evened(budgets, visible_of_all)
     entries = [torch.zeros(0, dtype=torch.int64)]
     for rank, budget in zip(ranks, budgets, strict=True):
@@ -231,15 +222,12 @@ def _shared(budget: Tensor, wanted: Tensor, most: Tensor) -> Tensor:
     for tier, limit in zip(taken, most, strict=True):
         more = torch.minimum(left, limit - tier)
         tier += more
-        left = left - more
+        left -= more
     return taken
 
 
 def _evened(budgets: list[Tensor], visible: list[Tensor]) -> list[Tensor]:
-    """The sum of all budgets, shared evenly over ranks and over the query blocks of each rank.
-
-    A query block gets at least one block, and no more than it sees.
-    """
+    """The sum of all budgets, shared evenly over ranks and their query blocks: at least one each, at most those visible."""
     least, most = (torch.tensor(x) for x in ([len(v) for v in visible], [int(v.sum()) for v in visible]))
     shares = _levelled(sum(int(x.sum()) for x in budgets), least, most)
     return [_levelled(int(share), torch.ones_like(v), v) for share, v in zip(shares, visible, strict=True)]

@@ -1,9 +1,12 @@
-"""Schedules of dilated patterns: pattern and shards -> what every rank needs from the others. Plain integers, no torch.
+"""Schedules: pattern and shards -> what every rank needs from the others. Plain integers, no torch.
 
-A segment that one rank holds sends nothing. Of a segment that several ranks hold, each rank needs the rows of the others
-that the heads of the branch read: ``1 / r`` of them, and only the earlier ones if causal. A schedule stores once for all
-ranks which of them share which segments, so that schedules of thousands of ranks stay small. The transfers of one rank
-are made from it on demand.
+Dilated patterns: a segment that one rank holds sends nothing. Of a segment that several ranks hold, each rank needs the
+rows of the others that the heads of the branch read: ``1 / r`` of them, and only the earlier ones if causal. A schedule
+stores once for all ranks which of them share which segments, so that schedules of thousands of ranks stay small. The
+transfers of one rank are made from it on demand.
+
+Block lists: a rank reads the key blocks that the lists of its query blocks name. If several ranks hold a block, each sends
+its rows of it. If causal, a chunk of queries reads no later position than its own last one.
 
 In round ``t``, every rank sends to the rank ``t`` after it and receives from the rank ``t`` before it. All ranks therefore
 have the same order of messages, whatever their shards are.
@@ -12,14 +15,70 @@ have the same order of messages, whatever their shards are.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
 from dilated_attention_pytorch.shards import Shards
+
+Ranges = tuple[range, ...]  # ascending, disjoint and not adjacent; none is empty
+
+
+def joined(ranges: Iterable[range]) -> Ranges:
+    """The union of ranges.
+
+    >>> joined([range(8, 12), range(0, 4), range(2, 6), range(6, 6), range(12, 13)])
+    (range(0, 6), range(8, 13))
+    """
+    found: list[range] = []
+    for x in sorted((x for x in ranges if x), key=lambda x: x.start):
+        if found and x.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, x.stop))
+        else:
+            found.append(x)
+    return tuple(found)
+
+
+def overlap(ranges: Ranges, within: range) -> Ranges:
+    """The intersection of ranges with one range.
+
+    >>> overlap((range(0, 6), range(8, 13)), range(4, 10))
+    (range(4, 6), range(8, 10))
+    """
+    found = []
+    for index in range(max(0, bisect_right(ranges, within.start, key=lambda x: x.start) - 1), len(ranges)):
+        x = ranges[index]
+        if x.start >= within.stop:
+            break
+        found.append(range(max(x.start, within.start), min(x.stop, within.stop)))
+    return tuple(x for x in found if x)
+
+
+def blocks_of(positions: range, block_size: int) -> range:
+    """The blocks with these positions."""
+    return range(positions.start // block_size, -(-positions.stop // block_size)) if positions else range(0)
+
+
+def positions_read(
+    chunks: Sequence[range], named: Sequence[Ranges], block_size: int, length: int, *, is_causal: bool
+) -> Ranges:
+    """The positions that the query chunks of a rank read, given the key blocks that each chunk names.
+
+    Blocks of 4 positions and a sequence of 7; the queries 0 to 5 name the blocks 0 and 1:
+
+    >>> positions_read([range(0, 6)], [(range(0, 2),)], 4, 7, is_causal=False)
+    (range(0, 7),)
+    >>> positions_read([range(0, 6)], [(range(0, 2),)], 4, 7, is_causal=True)
+    (range(0, 6),)
+    """
+    return joined(
+        range(run.start * block_size, min(run.stop * block_size, chunk.stop if is_causal else length))
+        for chunk, runs in zip(chunks, named, strict=True)
+        for run in runs
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +99,10 @@ class SharedSegment:
     holdings: tuple[Holding, ...]
     sums: dict[int, tuple[int, ...]] = field(repr=False)  # by heads: rows of the first n holdings with a head in common
 
-    def number(self, position: int) -> int:
-        """The number of the holding with a position."""
-        return bisect_right(self.holdings, position, key=lambda holding: holding.positions.start) - 1
-
     def needed(self, own: list[Holding], other: Holding, is_causal: bool) -> bool:
         """Whether a head of a rank with the holdings ``own`` sees keys of another rank's holding."""
-        return any(
-            mine.heads & other.heads and not (is_causal and other.positions.start > mine.positions.start) for mine in own
-        )
+        starts = (mine.positions.start for mine in own if mine.heads & other.heads)
+        return any(not is_causal or other.positions.start <= start for start in starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,32 +160,28 @@ class DilatedSchedule:
         numbers = tuple(tuple(n for n in own if self.segments[n].branch == branch) for own in self.segments_of)
         return replace(self, segments_of=numbers, branch=branch)
 
-    @property
-    def active_segments(self) -> Iterator[SharedSegment]:
-        """The shared segments of the schedule's branches."""
-        return (segment for segment in self.segments if self.branch in (None, segment.branch))
-
     def own_plans(self, rank: int) -> Iterator[Plan]:
         """The tiles of a rank's own queries and keys, for every pair of its chunks."""
-        chunks = self.shards.chunks[rank]
-        plans = (self._plan(queries, keys) for queries in chunks for keys in chunks)
-        return (plan for plan in plans if plan.families)
+        return self._plans(rank, self.shards.chunks[rank], self.branch)
 
     def plans(self, transfer: Transfer) -> Iterator[Plan]:
         """The tiles of a transfer at its target, for every chunk of queries there."""
-        chunks = self.shards.chunks[transfer.target]
-        plans = (self._plan(queries, transfer.positions).of_branch(transfer.branch) for queries in chunks)
-        return (plan for plan in plans if plan.families)
+        return self._plans(transfer.target, (transfer.positions,), transfer.branch)
 
-    def _plan(self, queries: range, keys: range) -> Plan:
-        plan = compile_plan(
-            self.pattern, self.shards.length, self.key_heads, is_causal=self.is_causal, queries=queries, keys=keys
-        )
-        return plan if self.branch is None else plan.of_branch(self.branch)
+    def _plans(self, rank: int, keys: tuple[range, ...], branch: int | None) -> Iterator[Plan]:
+        sizes = self.shards.length, self.key_heads
+        for queries, at in product(self.shards.chunks[rank], keys):
+            plan = compile_plan(self.pattern, *sizes, is_causal=self.is_causal, queries=queries, keys=at)
+            plan = plan if branch is None else plan.of_branch(branch)
+            if plan.families:
+                yield plan
+
+    def _segments_of(self, rank: int) -> Iterator[SharedSegment]:
+        return (self.segments[number] for number in self.segments_of[rank])
 
     def receives(self, rank: int) -> Iterator[Transfer]:
         """What a rank needs from others, by segment and position."""
-        for segment in (self.segments[number] for number in self.segments_of[rank]):
+        for segment in self._segments_of(rank):
             own = [holding for holding in segment.holdings if holding.rank == rank]
             for holding in segment.holdings:
                 if holding.rank != rank and segment.needed(own, holding, self.is_causal):
@@ -139,7 +189,7 @@ class DilatedSchedule:
 
     def sends(self, rank: int) -> Iterator[Transfer]:
         """What others need from a rank, by segment, position and target."""
-        for segment in (self.segments[number] for number in self.segments_of[rank]):
+        for segment in self._segments_of(rank):
             by_rank: dict[int, list[Holding]] = {}
             for holding in segment.holdings:
                 by_rank.setdefault(holding.rank, []).append(holding)
@@ -151,13 +201,10 @@ class DilatedSchedule:
     def received_rows(self, rank: int) -> int:
         """The rows per key head and sample that a rank receives in a forward."""
         rows = 0
-        for segment in (self.segments[number] for number in self.segments_of[rank]):
+        for segment in self._segments_of(rank):
             positions = range(segment.holdings[0].positions.start, segment.holdings[-1].positions.stop)
-            numbers = [
-                segment.number(max(chunk.start, positions.start))
-                for chunk in self.shards.chunks[rank]
-                if chunk and chunk.start < positions.stop and positions.start < chunk.stop
-            ]
+            chunks = (x for chunk in self.shards.chunks[rank] for x in overlap((chunk,), positions))
+            numbers = (bisect_right(segment.holdings, x.start, key=lambda x: x.positions.start) - 1 for x in chunks)
             own = {i: segment.holdings[i] for i in numbers if segment.holdings[i].rows}
             heads = {holding.heads for holding in own.values()}
             if len(heads) == 1:  # takes the time of a search, not of a sum over thousands of ranks
@@ -224,7 +271,7 @@ def messages_by_round(schedules: list[DilatedSchedule], bucket_size: int) -> lis
     world = schedules[0].shards.world_size
     far: list[list[tuple[int, int]]] = [[] for _ in range(world)]  # by rank: distance and rows
     for schedule in schedules:
-        for segment in schedule.active_segments:
+        for segment in (x for x in schedule.segments if schedule.branch in (None, x.branch)):
             ranks = [holding.rank for holding in segment.holdings]
             distance = max(ranks) - min(ranks)
             for holding in segment.holdings:
@@ -248,3 +295,54 @@ def default_bucket_size(shards: Shards, device: str = "cpu") -> int:
     2048
     """
     return max(16384 if device == "cuda" else 512, -(-shards.longest // 16))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTransfer:
+    """Rows of one chunk of the source that a rank sends to another; their gradients return."""
+
+    source: int
+    target: int
+    ranges: Ranges  # positions
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return sum(map(len, self.ranges))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSchedule:
+    """What every rank needs from every other.
+
+    12 positions on three ranks; the last rank reads the positions 2 to 5 and its own rows:
+
+    >>> schedule = BlockSchedule(Shards.of([4, 4, 4], "contiguous"), ((), (), (range(2, 6), range(8, 12))))
+    >>> [(x.source, x.ranges) for x in schedule.receives(2)]
+    [(0, (range(2, 4),)), (1, (range(4, 6),))]
+    >>> schedule.received_rows(2)
+    4
+    """
+
+    shards: Shards
+    read: tuple[Ranges, ...]  # by rank: the positions that it reads
+
+    def transfers(self, source: int, target: int) -> Iterator[BlockTransfer]:
+        """What a rank sends to another, by chunk and position; nothing to itself."""
+        for chunk in self.shards.chunks[source] if source != target else ():
+            ranges = overlap(self.read[target], chunk)
+            if ranges:
+                yield BlockTransfer(source, target, ranges)
+
+    def receives(self, rank: int) -> Iterator[BlockTransfer]:
+        """What a rank needs from others."""
+        return (x for source in range(self.shards.world_size) for x in self.transfers(source, rank))
+
+    def sends(self, rank: int) -> Iterator[BlockTransfer]:
+        """What others need from a rank."""
+        return (x for target in range(self.shards.world_size) for x in self.transfers(rank, target))
+
+    def received_rows(self, rank: int) -> int:
+        """The rows per key head and sample that a rank receives in a forward."""
+        own = sum(len(x) for chunk in self.shards.chunks[rank] for x in overlap(self.read[rank], chunk))
+        return sum(map(len, self.read[rank])) - own
