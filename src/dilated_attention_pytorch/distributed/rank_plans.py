@@ -164,17 +164,15 @@ class BlockStep(Step):
 class BlockSection(Section):
     """The rows of a transfer, one after the other."""
 
-    rows: Tensor | None  # of the sender's tensors, if this rank is the sender
+    rows: Tensor  # of the sender's tensors, if this rank is the sender
     received: tuple[BlockStep, ...]  # if this rank is the receiver
 
     def pack_(self, x: Tensor, packed: Tensor) -> None:
         """Copy the rows from a tensor of the sender."""
-        assert self.rows is not None
         torch.index_select(x[self.sequence.samples, :, self.sequence.key_heads], 1, self.rows, out=packed)
 
     def add_(self, x: Tensor, packed: Tensor) -> None:
         """Add the rows to a tensor of the sender."""
-        assert self.rows is not None
         x[self.sequence.samples, :, self.sequence.key_heads].index_add_(1, self.rows, packed.to(x.dtype))
 
     def steps(self) -> tuple[BlockStep, ...]:
@@ -260,7 +258,7 @@ def block_plan(
             rows = positions_of(sequence.rows(rank, x) for x in transfer.ranges).to(device)
             return BlockSection(sequence, transfer, rows, ())
         packed = slice(None), slice(0, transfer.rows), slice(None)
-        return BlockSection(sequence, transfer, None, tuple(steps(sequence, transfer.ranges, packed)))
+        return BlockSection(sequence, transfer, torch.empty(0), tuple(steps(sequence, transfer.ranges, packed)))
 
     def split(transfers: list[tuple[ListedShards, BlockTransfer]]) -> list[tuple[BlockSection, ...]]:
         return [tuple(section(*one) for one in transfers)] if transfers else []

@@ -114,11 +114,9 @@ def _check_sharded(call: Call, rows: list[int]) -> None:
     end = 0 if call.cu_seqlens is None else int(call.cu_seqlens[-1])
     for name, last, is_whole in (("lengths", longest, 0 < longest <= n), ("cu_seqlens", end, 0 < end == n)):
         if world > 1 and set(rows) == {n} and is_whole:
-            raise ValueError(
-                f"these look like whole sequences, not shards: each of {world} ranks has {n} rows, together {n * world}, "
-                f"but {name} ends at {last}; use shard_sequence. If the rest is padding, say which rows ranks hold: "
-                f"layout=Shards.of([{n}] * {world}, ...)"
-            )
+            got = f"each of {world} ranks has {n} rows, together {n * world}, but {name} ends at {last}; use shard_sequence"
+            padded = f"If the rest is padding, say which rows ranks hold: layout=Shards.of([{n}] * {world}, ...)"
+            raise ValueError(f"these look like whole sequences, not shards: {got}. {padded}")
 
 
 def _check_order(call: Call, shards: Shards) -> None:

@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.checks import check_is_order
 from dilated_attention_pytorch.distributed.agreement import Arguments, agree, comparable, reporting
 from dilated_attention_pytorch.distributed.rank_plans import positions_of
-from dilated_attention_pytorch.distributed.wire import naming, resolve_group
+from dilated_attention_pytorch.distributed.wire import Group, naming, resolve_group
 from dilated_attention_pytorch.orders.order import Order, check_dim
 from dilated_attention_pytorch.shards import Shards, check_layout
 
@@ -25,12 +24,7 @@ def rows_of(shards: Shards, rank: int, device: torch.device) -> Tensor:
 
 
 def shard_sequence(
-    x: Tensor,
-    group: dist.ProcessGroup | DeviceMesh,
-    *,
-    layout: str = "contiguous",
-    dim: int = 1,
-    order: Order | None = None,
+    x: Tensor, group: Group, *, layout: str = "contiguous", dim: int = 1, order: Order | None = None
 ) -> Tensor:
     """This rank's rows of a tensor that every rank holds whole; lengths differ by at most one. Differentiable.
 
@@ -77,12 +71,7 @@ class _Gather(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the exchange is not traced
 def gather_sequence(
-    x: Tensor,
-    group: dist.ProcessGroup | DeviceMesh,
-    *,
-    layout: str = "contiguous",
-    dim: int = 1,
-    order: Order | None = None,
+    x: Tensor, group: Group, *, layout: str = "contiguous", dim: int = 1, order: Order | None = None
 ) -> Tensor:
     """The whole sequence from the shards of all ranks, in the order of positions, on every rank.
 
@@ -99,12 +88,9 @@ def gather_sequence(
     group, dim = resolve_group(group), dim % x.dim()
     every = [x.shape[dim]]
     if dist.get_world_size(group) > 1:
-        values: dict[str, Any] = {
-            "device": x.device,
-            "dtype": x.dtype,
-            "other_dims": tuple(x.shape[:dim] + x.shape[dim + 1 :]),
-        }
-        values |= {"dim": dim, "requires_grad": torch.is_grad_enabled() and x.requires_grad, "layout": layout}
+        other_dims = tuple(x.shape[:dim] + x.shape[dim + 1 :])
+        values: dict[str, Any] = {"device": x.device, "dtype": x.dtype, "other_dims": other_dims, "dim": dim}
+        values |= {"requires_grad": torch.is_grad_enabled() and x.requires_grad, "layout": layout}
         values |= {"order": None if order is None else order.fingerprint}
         arguments = Arguments("gather_sequence", tuple((name, comparable(value)) for name, value in values.items()))
         # Collectives end a process whose tensor is not as large as those of the others.

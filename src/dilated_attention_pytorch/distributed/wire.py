@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dilated_attention_pytorch.distributed.messages import Message
 
+Group = dist.ProcessGroup | DeviceMesh
 _TOO_FEW_GPUS = (
     "NCCL wants a GPU for every rank. Start as many ranks as there are GPUs (torchrun --nproc-per-node) and give each "
     "its own (torch.cuda.set_device(local_device())), or call init_process_group('gloo'), which sends through host memory"
@@ -29,7 +30,7 @@ LANES = 4
 _SMALL_MESSAGE = 2**20  # bytes; up to this size a message has one tag
 
 
-def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+def resolve_group(group: Group | None) -> dist.ProcessGroup:
     """The process group over whose ranks a sequence is sharded."""
     if isinstance(group, DeviceMesh):
         names = group.mesh_dim_names or ()
