@@ -22,7 +22,7 @@ from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.plan.lists import choose, chosen_shape, find_rule
 from dilated_attention_pytorch.plan.problem import Problem, find_problem
 from dilated_attention_pytorch.plan.sequences import host_cu_seqlens, host_lengths
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream, rows_contiguous
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved, rows_contiguous
 
 
 class OperatorArguments(NamedTuple):
@@ -103,9 +103,8 @@ def _attend_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Ten
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``: the ordinary backward of each tile is its exact share."""
     query, key, value, out, lse = rest[:5]
     inputs, arguments = Inputs(query, key, value).rows_contiguous(), OperatorArguments(*rest[5:])
-    results, upstream = Results(out, lse), Upstream(rows_contiguous(dout), dlse)
-    backend = backends.find(arguments.backend)
-    dq, dk, dv = backend.backward(arguments.problem(query, key), inputs, results, upstream, arguments.options(query))
+    saved, backend = Saved(out, lse, rows_contiguous(dout), dlse), backends.find(arguments.backend)
+    dq, dk, dv = backend.backward(arguments.problem(query, key), inputs, saved, arguments.options(query))
     return dq, dk, dv
 
 

@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.backends.gpu import launch as launching
-from dilated_attention_pytorch.backends.gpu import lifetime
-from dilated_attention_pytorch.backends.gpu.columns import FAMILY_COLUMNS
+from dilated_attention_pytorch.backends.gpu import tables
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch, launch_one
 from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
+from dilated_attention_pytorch.backends.gpu.tables import FAMILY_COLUMNS
 from dilated_attention_pytorch.plan.problem import Problem
 
 
@@ -221,13 +221,13 @@ def test_tables_are_kept_for_the_gpu_that_reads_them(capturing, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     captured: list[object] = []
-    monkeypatch.setattr(lifetime, "_CAPTURED", captured)
+    monkeypatch.setattr(tables, "_CAPTURED", captured)
     owner, kept = object(), [OnGpu(torch.device("cuda", 0)) for _ in range(2)]
     for _ in range(2):
-        lifetime.keep_for_device(owner, (kept[0], torch.empty(3, device="meta"), torch.empty(3), kept[1]))
+        tables.keep_for_device(owner, (kept[0], torch.empty(3, device="meta"), torch.empty(3), kept[1]))
     assert [x.streams for x in kept] == [["stream of cuda:0"] * 2] * 2
     assert captured == ([owner] if capturing else [])
-    lifetime.keep_for_device(object(), (torch.empty(3),))
+    tables.keep_for_device(object(), (torch.empty(3),))
     assert captured == ([owner] if capturing else [])
 
 

@@ -22,7 +22,7 @@ from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.plan.lists import lists_of
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.sequences import Span
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 MAX_SCORES = 2**30  # B * H * N * M: 4 GiB in float32
 
@@ -66,9 +66,7 @@ class ReferenceBackend:
             out[span.query_rows], lse[span.samples, :, span.queries] = _attend(problem, span, lists, own, options)
         return Results(out, lse)
 
-    def backward(
-        self, problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options
-    ) -> Inputs:  # fmt: skip
+    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, options: Options) -> Inputs:
         """Never called: autograd differentiates the forward."""
         raise AssertionError("autograd differentiates the reference backend")
 

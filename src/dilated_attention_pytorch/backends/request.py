@@ -11,7 +11,7 @@ from torch import Tensor
 from dilated_attention_pytorch.call import Call
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,7 @@ class Backend(Protocol):
     def forward(self, problem: Problem, inputs: Inputs, options: Options) -> Results:
         """The attention of a problem."""
 
-    def backward(
-        self, problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options
-    ) -> Inputs:  # fmt: skip
+    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, options: Options) -> Inputs:
         """The gradients of query, key and value, given the merged results."""
 
 

@@ -9,7 +9,7 @@ from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.execute import loop
 from dilated_attention_pytorch.execute.loop import TileKernel
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,6 @@ class StockBackend:
         """The attention of a problem."""
         return loop.forward(problem, inputs, options, self.kernel(Request.like(inputs.query)))
 
-    def backward(
-        self, problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options
-    ) -> Inputs:  # fmt: skip
+    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, options: Options) -> Inputs:
         """The gradients of query, key and value, given the merged results."""
-        return loop.backward(problem, inputs, results, upstream, options, self.kernel(Request.like(inputs.query)))
+        return loop.backward(problem, inputs, saved, options, self.kernel(Request.like(inputs.query)))

@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu.bundles import BundleTree
-from dilated_attention_pytorch.backends.gpu.columns import FAMILY_COLUMNS, LAYOUT_COLUMNS
-from dilated_attention_pytorch.backends.gpu.lifetime import keep_for_device
 from dilated_attention_pytorch.backends.gpu.shares import BatchSlice, of_heads, shares_of
+from dilated_attention_pytorch.backends.gpu.tables import FAMILY_COLUMNS, LAYOUT_COLUMNS, keep_for_device
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.tiles import Plan, TileFamily
 

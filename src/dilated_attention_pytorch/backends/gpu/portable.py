@@ -1,24 +1,56 @@
-"""Launches of the portable kernels over a launch plan. The Hopper backend uses those that only add partial results."""
+"""Launches of the portable kernels over a launch plan, and of the kernel that computes delta.
+
+The Hopper backend uses the latter, and the launches that only add partial results.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.gpu.configs import TritonConfig, padded
-from dilated_attention_pytorch.backends.gpu.kernels.backward import dkv_kernel, dq_kernel
+from dilated_attention_pytorch.backends.gpu.kernels.backward import delta_kernel, dkv_kernel, dq_kernel
 from dilated_attention_pytorch.backends.gpu.kernels.forward import forward_kernel
-from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch
+from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch_one
 from dilated_attention_pytorch.backends.gpu.launch_plan import SUM_ROWS, LaunchPlan
 from dilated_attention_pytorch.plan import dropout
+from dilated_attention_pytorch.values import Saved
 
 LOG2_E = math.log2(math.e)
 # Of each tensor that is read. The last stride is 1.
 Strides = tuple[tuple[int, ...], ...]
+_DELTA_ROWS = 64  # of a program that computes delta
+
+
+@dataclass(frozen=True, slots=True)
+class TritonConfig:
+    """Rows of queries and keys per block, warps per program, depth of the load pipeline."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    # How float32 is multiplied if PyTorch's precision is "highest". "tf32x3" computes a product as three TF32 products on
+    # tensor cores, with errors like those of float32. "ieee" uses no tensor cores.
+    float32: str = "tf32x3"
+
+
+@dataclass(frozen=True, slots=True)
+class TritonConfigs:
+    """One configuration per kernel."""
+
+    forward: TritonConfig
+    dq: TritonConfig
+    dkv: TritonConfig
+
+
+def padded(head_dim: int) -> int:
+    """The head size of a block: a power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 # For launches that only add partial results.
@@ -105,3 +137,26 @@ def dkv_launches(plan: LaunchPlan, how: TileOptions) -> tuple[KernelLaunch, ...]
     """Over query, key, value, dout, lse, delta, partial dk and dv, dk, dv, seed and positions."""
     numbers = plan.problem.queries, plan.problem.keys, *_sizes(plan), how.scale * LOG2_E, how.scale
     return _launches(dkv_kernel, plan, how, numbers)
+
+
+class RowStatistics(NamedTuple):
+    """One number per query row and head, (B, H, N) float32, or what is made of such numbers."""
+
+    lse: Tensor
+    delta: Tensor  # dout . out - dlse
+    shifts: Tensor | None = None  # (B, H, N, 16) bfloat16: both as the Hopper kernels read them, see hopper/kernels/dkv.py
+
+
+def row_statistics(saved: Saved, shifts: Tensor | None = None, inverse_scale: float = 0.0) -> RowStatistics:
+    """lse and delta; ``shifts`` are written if they are given, see ``delta_kernel``."""
+    out, lse, dout, dlse = saved
+    batch, n, heads, d = out.shape
+    delta = torch.empty((batch, heads, n), dtype=torch.float32, device=out.device)
+    if out.numel():
+        words = delta if shifts is None else shifts.view(torch.int32)
+        tensors = dout, out, delta if dlse is None else dlse.contiguous(), lse, delta, words
+        numbers = (*dout.stride()[:3], batch * n * heads, n, heads, inverse_scale)
+        has = {"HAS_DLSE": dlse is not None, "HAS_SHIFTS": shifts is not None}
+        constants = {"D": d, "BLOCK_D": padded(d), "BLOCK": _DELTA_ROWS, **has}
+        launch_one(delta_kernel, -(-batch * n * heads // _DELTA_ROWS), tensors, numbers, constants)
+    return RowStatistics(lse, delta, shifts)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
 from dilated_attention_pytorch.backends.gpu.buffers import lse_buffer, result_buffer
-from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, Strides, row_strides
-from dilated_attention_pytorch.backends.gpu.statistics import RowStatistics
+from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, RowStatistics, Strides, row_strides
 from dilated_attention_pytorch.backends.hopper import persistent
 from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, configs
 from dilated_attention_pytorch.backends.hopper.kernels.block_dkv import block_dkv_kernel
@@ -18,7 +17,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.block_dq import block_dq_
 from dilated_attention_pytorch.backends.hopper.kernels.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.hopper.persistent import GradientInputs, aligned, nonzero_scale
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 
 def _launch(
@@ -85,13 +84,11 @@ def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | No
     return attend(problem, table, inputs, options.scale, out)
 
 
-def backward(
-    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, grads: Inputs | None = None
-) -> Inputs:
+def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, grads: Inputs | None = None) -> Inputs:
     """The gradients of a block-sparse problem, see ``TableBackend.backward``."""
     tables, scale = find_block_tables(problem, inputs.query.device, options.chosen), options.scale
-    read = GradientInputs(*map(aligned, (*inputs, upstream.dout)))
-    statistics = persistent.row_statistics(results, upstream, scale)
+    read = GradientInputs(*map(aligned, (*inputs, saved.dout)))
+    statistics = persistent.row_statistics(saved, scale)
     assert statistics.shifts is not None
     by_query, by_key = (None, None) if grads is None else (grads.query, (grads.key, grads.value))
     dquery = dq(problem, tables.for_queries(options.chosen), read, statistics, scale, by_query)

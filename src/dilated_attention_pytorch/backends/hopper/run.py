@@ -13,11 +13,17 @@ from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.buffers import dkv_buffers, dq_buffers, forward_buffers
-from dilated_attention_pytorch.backends.gpu.configs import padded
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch
 from dilated_attention_pytorch.backends.gpu.launch_plan import Launch, LaunchPlan, find_launch_plan
-from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, SUM, Strides, TileOptions, row_strides
-from dilated_attention_pytorch.backends.gpu.statistics import RowStatistics
+from dilated_attention_pytorch.backends.gpu.portable import (
+    LOG2_E,
+    SUM,
+    RowStatistics,
+    Strides,
+    TileOptions,
+    padded,
+    row_strides,
+)
 from dilated_attention_pytorch.backends.hopper import persistent
 from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, HopperConfig, configs, joint_config
 from dilated_attention_pytorch.backends.hopper.kernels.common import PART_FACTS, in_fours
@@ -27,7 +33,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.forward import forward_ke
 from dilated_attention_pytorch.backends.hopper.kernels.joint import joint_kernel
 from dilated_attention_pytorch.backends.hopper.persistent import GradientInputs, aligned, nonzero_scale
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 # Kernels that add partial results have room in shared memory for the layout entries of this many, or of a larger power of 2.
 LEAST_PARTIALS = 8
@@ -198,12 +204,10 @@ def joint(
     return Inputs(torch.mul(sums, scale, out=dq), dk, dv)
 
 
-def backward(
-    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, grads: Inputs | None = None
-) -> Inputs:
+def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, grads: Inputs | None = None) -> Inputs:
     """The gradients of a dilated problem, see ``TableBackend.backward``."""
-    statistics = persistent.row_statistics(results, upstream, options.scale)
-    read, shifts, scale = GradientInputs(*map(aligned, (*inputs, upstream.dout))), statistics.shifts, options.scale
+    statistics = persistent.row_statistics(saved, options.scale)
+    read, shifts, scale = GradientInputs(*map(aligned, (*inputs, saved.dout))), statistics.shifts, options.scale
     assert shifts is not None
     if config := joint_config(problem, read.query.shape[-1]):
         return joint(problem, read, shifts, scale, config, grads)

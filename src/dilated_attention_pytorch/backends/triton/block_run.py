@@ -9,16 +9,14 @@ from torch import Tensor
 from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
 from dilated_attention_pytorch.backends.gpu.buffers import lse_buffer, result_buffer
-from dilated_attention_pytorch.backends.gpu.configs import TritonConfig, TritonConfigs
 from dilated_attention_pytorch.backends.gpu.kernels.block_backward import block_dkv_kernel, block_dq_kernel
 from dilated_attention_pytorch.backends.gpu.kernels.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.gpu.launch import launch_one
-from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, row_strides
-from dilated_attention_pytorch.backends.gpu.statistics import row_statistics
+from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, TritonConfig, TritonConfigs, row_statistics, row_strides
 from dilated_attention_pytorch.backends.triton.configs import block_configs
 from dilated_attention_pytorch.backends.triton.run import capability
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 
 def _configs(x: Tensor, block_size: int) -> TritonConfigs:
@@ -64,14 +62,12 @@ def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | No
     return Results(out, lse)
 
 
-def backward(
-    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, grads: Inputs | None = None
-) -> Inputs:
+def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, grads: Inputs | None = None) -> Inputs:
     """The gradients of a block-sparse problem, see ``TableBackend.backward``."""
     (query, key, value), size, scale = inputs, problem.blocks.block_size, options.scale
     configs, (n, heads), (m, key_heads) = _configs(query, size), query.shape[1:3], key.shape[1:3]
-    tables, read = find_block_tables(problem, query.device, options.chosen), (*inputs, upstream.dout)
-    lse, delta, _ = row_statistics(results, upstream)
+    tables, read = find_block_tables(problem, query.device, options.chosen), (*inputs, saved.dout)
+    lse, delta, _ = row_statistics(saved)
     tensors, strides = (*read, lse, delta), row_strides(x.stride() for x in read)
     factors = problem.heads_per_key, scale * LOG2_E, scale
 

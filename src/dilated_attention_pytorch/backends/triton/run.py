@@ -7,14 +7,19 @@ from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.buffers import dkv_buffers, dq_buffers, forward_buffers
-from dilated_attention_pytorch.backends.gpu.configs import TritonConfig, TritonConfigs
 from dilated_attention_pytorch.backends.gpu.launch import launch
 from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
-from dilated_attention_pytorch.backends.gpu.portable import Strides, TileOptions, exact_products
-from dilated_attention_pytorch.backends.gpu.statistics import row_statistics
+from dilated_attention_pytorch.backends.gpu.portable import (
+    Strides,
+    TileOptions,
+    TritonConfig,
+    TritonConfigs,
+    exact_products,
+    row_statistics,
+)
 from dilated_attention_pytorch.backends.triton.configs import configs
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 
 def capability(x: Tensor) -> tuple[int, int]:
@@ -50,13 +55,11 @@ def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | No
     return Results(out, lse)
 
 
-def backward(
-    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, grads: Inputs | None = None
-) -> Inputs:
+def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, grads: Inputs | None = None) -> Inputs:
     """The gradients of a dilated problem, see ``TableBackend.backward``."""
-    (query, key, value), dout = inputs, upstream.dout
+    (query, key, value), dout = inputs, saved.dout
     chosen, d, device = _configs(query), query.shape[-1], query.device
-    lse, delta, _ = row_statistics(results, upstream)
+    lse, delta, _ = row_statistics(saved)
     read = query, key, value, dout, lse, delta
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     optional = _seed_and_positions(options, lse)
