@@ -137,14 +137,9 @@ def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
 
 
 def _choose_blocks(
-    query: Tensor,
-    key: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    pattern: str,
-    is_causal: bool,
-    scale: float,
-) -> Tensor:
+    query: Tensor, key: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None,
+    pattern: str, is_causal: bool, scale: float,
+) -> Tensor:  # fmt: skip
     """The key blocks that an adaptive pattern chooses, (B, H, query blocks, width).
 
     An operator of its own, whose result the backward reads: a compiler may compute the same values in another order, and a

@@ -116,9 +116,7 @@ def _attend(problem: Problem, span: Span, lists: BlockLists | None, inputs: Inpu
     return Results(out.to(dtype).contiguous(), lse)
 
 
-def _meetings(
-    problem: Problem, span: Span, lists: BlockLists | None, rows: Tensor, positions: Tensor | None
-) -> _Meetings:  # fmt: skip
+def _meetings(problem: Problem, span: Span, lists: BlockLists | None, rows: Tensor, positions: Tensor | None) -> _Meetings:
     """Which keys meet query rows at the positions ``rows``; ``positions`` (B, N) are compared instead of causality."""
     length, heads = span.length, problem.heads
     i, j = rows[:, None], torch.arange(length, device=rows.device)[None, :]
@@ -136,11 +134,10 @@ def _meetings(
     for branch in range(len(pattern.branches)):
         masks = [pattern.meets(branch, i, j, key_head=g, key_heads=of) for g, of in key_heads]
         branches.append(torch.stack(masks) & allowed)
-        counts = None
+        zero_keys.append(None)
         if pattern.torchscale_padding and not problem.is_causal:
-            heads_counts = [pattern.zero_keys(branch, i, length, key_head=g, key_heads=of) for g, of in key_heads]
-            counts = torch.stack(heads_counts)
-        zero_keys.append(counts)
+            counts = [pattern.zero_keys(branch, i, length, key_head=g, key_heads=of) for g, of in key_heads]
+            zero_keys[-1] = torch.stack(counts)
     return _Meetings(branches, zero_keys)
 
 

@@ -1,7 +1,8 @@
-"""What a backend needs to know to say whether it can serve a call, and what all backends have in common."""
+"""Requests, by which a backend says whether it can serve a call; what backends have in common; those of stock kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.call import Call
+from dilated_attention_pytorch.execute import loop
+from dilated_attention_pytorch.execute.loop import TileKernel
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
@@ -70,6 +73,27 @@ class Backend(Protocol):
 
     def backward(self, problem: Problem, inputs: Inputs, saved: Saved, options: Options) -> Inputs:
         """The gradients of query, key and value, given the merged results."""
+
+
+@dataclass(frozen=True)
+class StockBackend:
+    """A tile kernel, chosen by the request, inside the execution loop."""
+
+    name: str
+    why_not: Callable[[Request], list[str]]
+    kernel: Callable[[Request], TileKernel]
+
+    def kernel_name(self, request: Request) -> str:
+        """What computes the tiles of a request."""
+        return self.kernel(request).name
+
+    def forward(self, problem: Problem, inputs: Inputs, options: Options) -> Results:
+        """The attention of a problem."""
+        return loop.forward(problem, inputs, options, self.kernel(Request.like(inputs.query)))
+
+    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, options: Options) -> Inputs:
+        """The gradients of query, key and value, given the merged results."""
+        return loop.backward(problem, inputs, saved, options, self.kernel(Request.like(inputs.query)))
 
 
 DROPOUT_REASON = (

@@ -12,6 +12,7 @@ of one head if lists differ by head.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -211,10 +212,10 @@ def _chunks(lists: BlockLists, positions: range, length: int, is_causal: bool, m
             entry = start + left
             if is_causal:
                 if skipped:
-                    yield _Chunks(own, entry, skipped, rows, 1, range(skipped), gate=_same)
+                    yield _Chunks(own, entry, skipped, rows, 1, range(skipped), gate=operator.eq)
                 square = range(skipped, skipped + rows)
-                yield _Chunks(own, entry, skipped, rows, 1, square, causal=True, gate=_same)
-                yield _Chunks(own, entry, skipped, rows, 1, whole, gate=_different)
+                yield _Chunks(own, entry, skipped, rows, 1, square, causal=True, gate=operator.eq)
+                yield _Chunks(own, entry, skipped, rows, 1, whole, gate=operator.ne)
             else:
                 yield _Chunks(own, entry, skipped, rows, 1, range(tail), gate=lambda key, _: key == last)
                 yield _Chunks(own, entry, skipped, rows, 1, whole, gate=lambda key, _: key != last)
@@ -228,14 +229,6 @@ def _chunks(lists: BlockLists, positions: range, length: int, is_causal: bool, m
                 start[chosen] += blocks
             else:
                 blocks //= 2
-
-
-def _same(key: Tensor, query: Tensor) -> Tensor:
-    return key == query
-
-
-def _different(key: Tensor, query: Tensor) -> Tensor:
-    return key != query
 
 
 def _runs(first: int, stop: int) -> list[tuple[int, int]]:

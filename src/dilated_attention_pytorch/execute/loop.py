@@ -191,11 +191,8 @@ def _positions(options: Options, span: Span) -> Positions | None:
 def forward(problem: Problem, inputs: Inputs, options: Options, kernel: TileKernel) -> Results:
     """The attention of all tiles, merged."""
     query, scale, _ = positive_scale(inputs.query, options.scale)
-    return _sums(problem, inputs._replace(query=query), options, _how(kernel, scale, query)).results(query.dtype)
-
-
-def _how(kernel: TileKernel, scale: float, query: Tensor) -> StockCalls:
-    return StockCalls(kernel, scale, partial_limit(query))
+    how = StockCalls(kernel, scale, partial_limit(query))
+    return _sums(problem, inputs._replace(query=query), options, how).results(query.dtype)
 
 
 def _sums(problem: Problem, inputs: Inputs, options: Options, how: StockCalls) -> Sums:
@@ -214,7 +211,7 @@ def _at(inputs: Inputs, span: Span) -> Inputs:
 def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, kernel: TileKernel) -> Inputs:
     """The gradients of all tiles, summed, given the merged results."""
     query, scale, sign = positive_scale(inputs.query, options.scale)
-    inputs, how = inputs._replace(query=query), _how(kernel, scale, query)
+    inputs, how = inputs._replace(query=query), StockCalls(kernel, scale, partial_limit(query))
     grads = Inputs(*(torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in inputs))
     rows = RowGradients.of(saved)
     problems = [problem]

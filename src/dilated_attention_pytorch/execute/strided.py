@@ -91,8 +91,8 @@ class StridedCall:
 
     def queries(self, x_bnh: Tensor) -> Tensor:
         """The query rows of a tensor (B, N, H, ...) as a view (U, heads, rows, ...)."""
-        step = 1 if len(self.heads) == 1 else self.heads_per_key * self._head_step
-        first = self._key_head * self.heads_per_key + self.members.start
+        step = 1 if len(self.heads) == 1 else self.heads_per_key * self.family.key_heads.step
+        first = self._key_heads.start * self.heads_per_key + self.members.start
         heads = range(first, first + max(len(self.heads), len(self.members)) * step, step)
         row = self.family.q_start - self.tiles.plan.queries.start
         return self._view(x_bnh, row, self.family.q_rows, heads)
@@ -126,8 +126,8 @@ class StridedCall:
             return torch.arange(values.start, values.stop, values.step, device=device).view(shape)
 
         unit, number = column(self.units, -1, 1, 1, 1), column(self.heads, 1, -1, 1, 1)
-        first = self._key_head * self.heads_per_key + self.members.start
-        head = first + (number - self.heads.start) * self._head_step * self.heads_per_key
+        first = self._key_heads.start * self.heads_per_key + self.members.start
+        head = first + (number - self.heads.start) * self.family.key_heads.step * self.heads_per_key
         if len(self.heads) == 1:
             head = first + column(range(len(self.members)), 1, -1, 1, 1)
         sample = self.samples.start + unit // family.tiles
@@ -162,23 +162,14 @@ class StridedCall:
     def _own_keys(self, x_bmg: Tensor) -> Tensor:
         """The key rows, each key head once."""
         if self.tiles.packed:
-            heads = slice(self._key_head, self._key_head + (len(self.heads) - 1) * self._head_step + 1, self._head_step)
+            heads = slice(self._key_heads.start, self._key_heads.stop, self._key_heads.step)
             samples = slice(self.units.start, self.units.stop)  # a packed family has one tile
             return x_bmg[samples, : self.family.k_rows, heads].transpose(1, 2)
         return self._view(x_bmg, self._first_key_row, self.family.k_rows, self._key_heads)
 
     @property
-    def _head_step(self) -> int:
-        return self.family.key_heads.step
-
-    @property
-    def _key_head(self) -> int:
-        """The first key head."""
-        return self.family.key_heads[self.heads.start]
-
-    @property
     def _key_heads(self) -> range:
-        return range(self._key_head, self._key_head + len(self.heads) * self._head_step, self._head_step)
+        return self.family.key_heads[self.heads.start : self.heads.stop]
 
     @property
     def _first_key_row(self) -> int:

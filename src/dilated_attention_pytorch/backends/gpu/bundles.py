@@ -14,9 +14,7 @@ bundle of rate 6 with this segment length is a child of one of rate 2, and has n
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import cast
 
-from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.tiles import TileFamily
 
@@ -37,7 +35,7 @@ class BundleTree:
 
     def __init__(self, problem: Problem, by_keys: bool) -> None:
         self.bundles = _bundles(problem)  # families by the number of their sequence
-        self.pattern, self.key_heads = cast(Dilated, problem.pattern), problem.key_heads
+        self.pattern, self.key_heads = problem.dilated, problem.key_heads
         self.square = all(len(plan.queries) == len(plan.keys) for _, plan in problem.plans())
         self.longest = max((plan.keys.stop for _, plan in problem.plans()), default=0)
         dense = bool(self.bundles) and self._example(-1).row_stride == 1

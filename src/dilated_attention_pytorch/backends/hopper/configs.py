@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
 
-from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.problem import Problem
 
 ITEM_ROWS = 128  # that a program computes at once: 64 by each of its two groups of four warps
@@ -75,7 +73,7 @@ def joint_config(problem: Problem, head_dim: int) -> HopperConfig | None:
     known = configs(head_dim).joint
     # What is known of the parts of many branches takes the room of its few stages. Few queries of many keys would be added to
     # by one item after the other; so would the rows of few tiles, if a table is mostly of such.
-    if known is None or len(cast(Dilated, problem.pattern).branches) > 32 or problem.queries != problem.keys:
+    if known is None or len(problem.dilated.branches) > 32 or problem.queries != problem.keys:
         return None
     pairs, rows, busy_pairs = _extent(problem)
     pays = pairs >= max(_JOINT_FROM_PAIRS, _JOINT_FROM_KEYS * rows) and 2 * busy_pairs >= pairs
@@ -85,12 +83,11 @@ def joint_config(problem: Problem, head_dim: int) -> HopperConfig | None:
 @lru_cache(maxsize=256)
 def _extent(problem: Problem) -> tuple[int, int, int]:
     """Query-key pairs and query rows of all tiles of all heads, and the pairs in families that keep all programs busy."""
-    group = problem.heads // problem.key_heads
     pairs = rows = busy_pairs = 0
     for span, plan in problem.plans():
         for f in plan.families:
             tiles = (span.samples.stop - span.samples.start) * f.tiles * len(f.key_heads)
-            own_rows = tiles * group * f.q_rows
+            own_rows = tiles * problem.heads_per_key * f.q_rows
             rows += own_rows
             pairs += own_rows * f.k_rows
             if tiles * math.ceil(f.k_rows / ITEM_ROWS) >= _MULTIPROCESSORS:

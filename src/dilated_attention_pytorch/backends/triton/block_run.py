@@ -32,14 +32,9 @@ def _constants(problem: Problem, read: tuple[Tensor, ...], config: TritonConfig,
 
 
 def _launch(
-    kernel: Any,
-    table: BlockTable,
-    programs: int,
-    tensors: tuple[Tensor, ...],
-    numbers: tuple[float, ...],
-    constants: dict[str, Any],
-    options: Options,
-) -> None:
+    kernel: Any, table: BlockTable, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...],
+    constants: dict[str, Any], options: Options,
+) -> None:  # fmt: skip
     """One launch of ``programs`` programs for each row of the table."""
     rows = table.rows.shape[0]
     if rows * programs:
@@ -53,7 +48,7 @@ def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | No
     query, size, scale = inputs.query, problem.blocks.block_size, options.scale
     config, (n, heads) = _configs(query, size).forward, query.shape[1:3]
     table = find_block_tables(problem, query.device, options.chosen).for_queries(options.chosen)
-    out, lse = result_buffer(query, table.covered) if out is None else out, lse_buffer(query, table.covered)
+    out, lse = result_buffer(query, table.covered, out), lse_buffer(query, table.covered)
     strides = row_strides(x.stride() for x in inputs)
     numbers = (*strides, n, heads, problem.heads_per_key, abs(scale) * LOG2_E)
     constants = _constants(problem, inputs, config, options) | {"NEGATIVE": scale < 0}
@@ -72,14 +67,14 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, g
     factors = problem.heads_per_key, scale * LOG2_E, scale
 
     table = tables.for_queries(options.chosen)
-    dq = result_buffer(query, table.covered) if grads is None else grads.query
+    dq = result_buffer(query, table.covered, grads and grads.query)
     numbers: tuple[float, ...] = (*strides, n, heads, *factors)
     constants, programs = _constants(problem, read, configs.dq, options), size // configs.dq.block_m * heads
     _launch(block_dq_kernel, table, programs, (*tensors, dq), numbers, constants, options)
 
     table = tables.for_keys(options.chosen)
-    dk = result_buffer(key, table.covered) if grads is None else grads.key
-    dv = result_buffer(value, table.covered) if grads is None else grads.value
+    dk = result_buffer(key, table.covered, grads and grads.key)
+    dv = result_buffer(value, table.covered, grads and grads.value)
     numbers = (*strides, n, m, heads, key_heads, *factors)
     constants, programs = _constants(problem, read, configs.dkv, options), size // configs.dkv.block_n * key_heads
     _launch(block_dkv_kernel, table, programs, (*tensors, dk, dv), numbers, constants, options)

@@ -66,14 +66,14 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, g
 
     def by_query() -> Tensor:
         plan = find_launch_plan(problem, block=chosen.dq.block_m, by_keys=False, head_dim=d, device=device)
-        buffers = dq_buffers(query, plan, None if grads is None else grads.query)
+        buffers = dq_buffers(query, plan, grads)
         how = _tile_options(query, strides, chosen.dq, options)
         launch(plan.once(portable.dq_launches, how), (*read, *buffers, *optional))
         return buffers[-1]
 
     def by_key() -> tuple[Tensor, ...]:
         plan = find_launch_plan(problem, block=chosen.dkv.block_n, by_keys=True, head_dim=d, device=device)
-        buffers = dkv_buffers(key, value, plan, None if grads is None else (grads.key, grads.value))
+        buffers = dkv_buffers(key, value, plan, grads)
         how = _tile_options(query, strides, chosen.dkv, options)
         launch(plan.once(portable.dkv_launches, how), (*read, *buffers, *optional))
         return buffers[-2:]
