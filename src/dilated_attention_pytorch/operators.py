@@ -65,12 +65,10 @@ class OperatorArguments(NamedTuple):
         if positions is not None:  # as kernels read it: one row of positions for each sample, in 32 bits
             positions = positions.to(torch.int32).expand(query.shape[:2]).contiguous()
         return Options(
-            scale=self.scale,
+            scale=self.scale, positions=positions, detach_mixing=self.detach_mixing,
             dropout=Dropout(self.dropout_p, self.seed) if self.dropout_p > 0.0 else None,
-            positions=positions,
-            detach_mixing=self.detach_mixing,
             chosen=self.indices if self.starts is None else None,
-        )
+        )  # fmt: skip
 
 
 _SCHEMA = (

@@ -174,7 +174,8 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
     strides = tuple((1000 * i + 3, 1000 * i + 2, 1000 * i + 1, 1) for i in range(1, len(read) + 1))
     if package == "hopper":
         how = hopper.ItemOptions(64, strides, hopper.configs(64).dq, 0.25)
-        calls = dict(getattr(hopper, f"_{which}_launches")(plan, how).runs)
+        mode = (which == "joint",) if by_keys else ()
+        calls = dict(getattr(hopper, f"_{'dkv' if by_keys else which}_launches")(plan, how, *mode).runs)
         attend, add_parts = calls[True], calls.get(False, ())
     else:
         how = portable.TileOptions(64, strides, portable.SUM, scale=0.25)

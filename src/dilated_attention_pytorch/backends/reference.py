@@ -3,8 +3,6 @@
 It reads patterns and lists, never tiles, and no other backend imports it. Scores and softmax are computed in float64 for
 float64 inputs and in float32 otherwise. Memory grows with the square of the length. It is not an operator: autograd
 differentiates it, also twice and in forward mode.
-
-Shape letters: B batch, N queries, M keys, H query heads, G key heads, D head size.
 """
 
 from __future__ import annotations

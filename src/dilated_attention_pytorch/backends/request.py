@@ -35,15 +35,11 @@ class Request:
         """The request of a call."""
         blocks = call.pattern if isinstance(call.pattern, BlockSparse) else None
         return Request(
-            device=call.device.type,
-            capability=_capability(call.device),
-            dtype=call.dtype,
-            head_dim=call.head_dim,
-            dropout_p=call.dropout_p,
-            masks_by_position=call.masks_by_position,
+            device=call.device.type, capability=_capability(call.device), dtype=call.dtype, head_dim=call.head_dim,
+            dropout_p=call.dropout_p, masks_by_position=call.masks_by_position,
             block_size=None if blocks is None else blocks.block_size,
             square=blocks is None or call.queries == call.keys,
-        )
+        )  # fmt: skip
 
     @staticmethod
     def like(query: Tensor) -> Request:

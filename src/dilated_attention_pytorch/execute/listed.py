@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.dtypes import accumulate_dtype
-from dilated_attention_pytorch.execute.merge import merge_
-from dilated_attention_pytorch.execute.strided import Positions
+from dilated_attention_pytorch.execute.strided import Positions, merge_
 from dilated_attention_pytorch.patterns.lists import BlockLists
 from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.values import Inputs
@@ -105,15 +104,10 @@ class ListedTiles:
                     key_block = torch.where(counted[:, None], key_block, 0)
                 key_row = (key_block[:, :, None] * size + within).flatten(1)
                 yield ListedCall(
-                    tiles=self,
-                    sample=sample.view(-1, 1, 1).to(device),
-                    row=row[:, None].to(device),
-                    head=head.to(device),
-                    key_row=key_row[:, None],
-                    key_head=(head // (heads // key_heads)).to(device),
-                    causal=made.causal,
-                    gate=counted,
-                )
+                    tiles=self, sample=sample.view(-1, 1, 1).to(device), row=row[:, None].to(device), head=head.to(device),
+                    key_row=key_row[:, None], key_head=(head // (heads // key_heads)).to(device),
+                    causal=made.causal, gate=counted,
+                )  # fmt: skip
 
     def key_sums(self, grads: Inputs) -> Inputs:
         """Where the gradients of calls are added: new tensors for keys and values, whose rows follow one another."""
@@ -201,7 +195,9 @@ def _chunks(lists: BlockLists, positions: range, length: int, is_causal: bool, m
     counts, starts = lists.counts.flatten(), lists.starts.flatten()
     block = torch.arange(lists.first, stop).expand(lists.counts.shape).flatten()
     whole = range(size)
-    for first_block, stop_block in _runs(lists.first, stop):
+    # The first and the last query block, which may have fewer rows, and those between.
+    cuts = sorted({lists.first, min(lists.first + 1, stop), max(lists.first, stop - 1), stop})
+    for first_block, stop_block in pairwise(cuts):
         # All query blocks of a run have the same rows: the first one may begin late, the last one may end early.
         skipped = max(0, positions.start - first_block * size)
         rows = min(size, positions.stop - first_block * size) - skipped
@@ -229,9 +225,3 @@ def _chunks(lists: BlockLists, positions: range, length: int, is_causal: bool, m
                 start[chosen] += blocks
             else:
                 blocks //= 2
-
-
-def _runs(first: int, stop: int) -> list[tuple[int, int]]:
-    """The first and the last query block, which may have fewer rows, and those between."""
-    cuts = sorted({first, min(first + 1, stop), max(first, stop - 1), stop})
-    return list(pairwise(cuts))

@@ -1,7 +1,4 @@
-"""Calls of a stock kernel over families of tiles: strided views of the tensors, never copies.
-
-Shape letters: B batch, N query rows, M key rows, H query heads, G key heads, D head size, U units.
-"""
+"""Calls of a stock kernel over families of tiles: strided views of the tensors, never copies."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.execute.merge import merge_
 from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.plan.tiles import Plan, TileFamily
 from dilated_attention_pytorch.values import Inputs
@@ -21,6 +17,21 @@ from dilated_attention_pytorch.values import Inputs
 _MAX_UNITS = 2**15
 # Original positions of query rows (B, N) and of key rows (B, M): a row sees the keys of no larger position.
 Positions = tuple[Tensor, Tensor]
+
+
+def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> None:
+    """Merge a partial result into ``(out, lse)`` in place; ``out`` has one more, last dimension than ``lse``.
+
+    Two partial softmaxes over disjoint sets of keys merge exactly: with ``a = sigmoid(lse2 - lse1)`` the result is
+    ``(out1 + a * (out2 - out1), logaddexp(lse1, lse2))``. The neutral element is ``(0, -inf)``.
+
+    >>> out, lse = torch.zeros(1, 2), torch.tensor([-torch.inf])
+    >>> merge_(out, lse, torch.tensor([[1.0, 2.0]]), torch.tensor([0.5])); out, lse
+    (tensor([[1., 2.]]), tensor([0.5000]))
+    """
+    weight = torch.sigmoid(partial_lse - lse).masked_fill_(partial_lse == -torch.inf, 0.0)
+    out.lerp_(partial_out.to(out.dtype), weight.to(out.dtype).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, partial_lse))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +65,10 @@ class StridedTiles:
         """The calls of a family; ``budget`` counts tiles of one query head."""
         heads = range(len(family.key_heads))
         # A call takes equally many query and key heads: one key head with its query heads, or one query head of each.
-        splits = [(heads, range(j, j + 1)) for j in range(heads_per_key)]
-        if len(heads) == 1:
-            splits = [(heads, range(heads_per_key))]
+        splits = [range(heads_per_key)] if len(heads) == 1 else [range(j, j + 1) for j in range(heads_per_key)]
         budget = max(1, budget)
-        for split_heads, members in splits:
-            for call_heads in _split(split_heads, min(len(split_heads), budget)):
+        for members in splits:
+            for call_heads in _split(heads, min(len(heads), budget)):
                 most_units = min(_MAX_UNITS, max(1, budget // (len(call_heads) * len(members))))
                 for call_units in _split(units, most_units):
                     yield StridedCall(self, family, samples, call_units, call_heads, heads_per_key, members)

@@ -1,6 +1,6 @@
-"""Launches of the portable kernels over a launch plan, and of the kernel that computes delta.
+"""Launches of the portable kernels over a launch plan, and of the kernel that computes delta; memory for results.
 
-The Hopper backend uses the latter, and the launches that only add partial results.
+The Hopper backend uses the latter two, and the launches that only add partial results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.forward import forward_kerne
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch_one
 from dilated_attention_pytorch.backends.gpu.launch_plan import SUM_ROWS, LaunchPlan
 from dilated_attention_pytorch.plan import dropout
-from dilated_attention_pytorch.values import Saved
+from dilated_attention_pytorch.values import Inputs, Saved
 
 LOG2_E = math.log2(math.e)
 # Of each tensor that is read. The last stride is 1.
@@ -88,15 +88,10 @@ def keep_numbers(dropout_p: float) -> tuple[int, float]:
 def tile_constants(head_dim: int, exact: bool, config: TritonConfig, step: int) -> dict[str, Any]:
     """The constants of kernels for rows that are ``step`` elements apart."""
     return {
-        "D": head_dim,
-        "BLOCK_D": padded(head_dim),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "WIDE": step * max(config.block_m, config.block_n) >= 2**31,
-        "PRECISION": config.float32 if exact else "tf32",
-        "num_warps": config.warps,
-        "num_stages": config.stages,
-    }
+        "D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "WIDE": step * max(config.block_m, config.block_n) >= 2**31, "PRECISION": config.float32 if exact else "tf32",
+        "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
 
 
 def _launches(
@@ -160,3 +155,44 @@ def row_statistics(saved: Saved, shifts: Tensor | None = None, inverse_scale: fl
         constants = {"D": d, "BLOCK_D": padded(d), "BLOCK": _DELTA_ROWS, **has}
         launch_one(delta_kernel, -(-batch * n * heads // _DELTA_ROWS), tensors, numbers, constants)
     return RowStatistics(lse, delta, shifts)
+
+
+def result_buffer(like: Tensor, covered: bool, given: Tensor | None = None) -> Tensor:
+    """The given tensor, or one in the shape and type of ``like``; 0 unless kernels write every row (``covered``)."""
+    if given is not None:
+        return given
+    make = torch.empty if covered else torch.zeros
+    return make(like.shape, dtype=like.dtype, device=like.device)
+
+
+def lse_buffer(query: Tensor, covered: bool) -> Tensor:
+    """lse (B, H, N) in float32; -inf unless kernels write every row (``covered``)."""
+    batch, n, heads, _ = query.shape
+    lse = torch.empty((batch, heads, n), dtype=torch.float32, device=query.device)
+    return lse if covered else lse.fill_(-torch.inf)
+
+
+def _partial_buffer(like: Tensor, plan: LaunchPlan, fill: float, *width: int) -> Tensor:
+    """Partial results in float32, rows of ``width`` elements; filled if some of the rows are not written."""
+    partial = torch.empty((plan.partial_rows, *width), dtype=torch.float32, device=like.device)
+    return partial if plan.complete else partial.fill_(fill)
+
+
+def forward_buffers(query: Tensor, plan: LaunchPlan, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Partial results of out and of lse (base 2), out, which may be given, and lse: what a forward writes."""
+    partial = _partial_buffer(query, plan, 0.0, query.shape[-1]), _partial_buffer(query, plan, -torch.inf)
+    return *partial, result_buffer(query, plan.covered, out), lse_buffer(query, plan.covered)
+
+
+def dq_buffers(query: Tensor, plan: LaunchPlan, grads: Inputs | None) -> tuple[Tensor, Tensor]:
+    """Partial results of dq, and dq, which may be given."""
+    return _partial_buffer(query, plan, 0.0, query.shape[-1]), result_buffer(query, plan.covered, grads and grads.query)
+
+
+def dkv_buffers(
+    key: Tensor, value: Tensor, plan: LaunchPlan, grads: Inputs | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Partial results of dk and of dv, dk and dv, which may be given."""
+    partial = _partial_buffer(key, plan, 0.0, key.shape[-1]), _partial_buffer(value, plan, 0.0, value.shape[-1])
+    dk = result_buffer(key, plan.covered, grads and grads.key)
+    return *partial, dk, result_buffer(value, plan.covered, grads and grads.value)

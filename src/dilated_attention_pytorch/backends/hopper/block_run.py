@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
-from dilated_attention_pytorch.backends.gpu.buffers import lse_buffer, result_buffer
+from dilated_attention_pytorch.backends.gpu.launch import launch_one
 from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, row_strides
 from dilated_attention_pytorch.backends.hopper import persistent
 from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, HopperConfig, configs
@@ -31,7 +32,10 @@ def _launch(
     # A counter; in the forward also the items that each program has taken.
     taken = torch.zeros(1 + items, dtype=torch.int32, device=table.rows.device)
     mode |= {"BLOCK_SIZE": size, "CAUSAL": problem.is_causal, **persistent.constants(config, tensors[0].shape[-1])}
-    persistent.launch_persistent(kernel, items, (*tensors, *table.tensors, taken), (rows, items, *numbers), mode)
+    if items:  # at most one program for each multiprocessor; the programs share the items
+        programs = min(items, persistent.multiprocessors(taken.device))
+        tensors, numbers = (*tensors, *table.tensors, taken), (rows, items, *numbers)
+        persistent.with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, mode), programs, taken.device)
 
 
 def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | None = None) -> Results:
@@ -39,7 +43,7 @@ def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | No
     table = find_block_tables(problem, inputs.query.device, options.chosen).for_queries(options.chosen)
     query, scale = persistent.scaled_query(inputs.query, options.scale)
     query, key, value = aligned(query), aligned(inputs.key), aligned(inputs.value)
-    out, lse = result_buffer(query, table.covered, out), lse_buffer(query, table.covered)
+    out, lse = portable.result_buffer(query, table.covered, out), portable.lse_buffer(query, table.covered)
     strides, config = row_strides((query.stride(), key.stride(), value.stride())), configs(query.shape[-1]).forward
     numbers = (*strides, problem.queries, problem.heads, problem.heads_per_key, scale * LOG2_E)
     _launch(block_forward_kernel, problem, table, (query, key, value, out, lse), numbers, config, BLOCK_N=config.block)
@@ -55,13 +59,13 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, g
     own, strides, n, heads = configs(read.query.shape[-1]), row_strides(read.strides), problem.queries, problem.heads
 
     table = tables.for_queries(options.chosen)
-    dq = result_buffer(read.query, table.covered, grads and grads.query)
+    dq = portable.result_buffer(read.query, table.covered, grads and grads.query)
     numbers: tuple[float, ...] = (*strides, n, heads, problem.heads_per_key, scale * LOG2_E, scale)
     _launch(block_dq_kernel, problem, table, (*read, lse, delta, dq), numbers, own.dq, BLOCK_N=own.dq.block)
 
     table = tables.for_keys(options.chosen)
-    dk = result_buffer(read.key, table.covered, grads and grads.key)
-    dv = result_buffer(read.value, table.covered, grads and grads.value)
+    dk = portable.result_buffer(read.key, table.covered, grads and grads.key)
+    dv = portable.result_buffer(read.value, table.covered, grads and grads.value)
     sizes = n, problem.keys, heads, problem.key_heads, problem.heads_per_key
     numbers = (*strides, *sizes, nonzero_scale(scale) * LOG2_E, scale)
     mode = {"BLOCK_M": own.dkv.block, "OVERLAP": own.dkv.overlap}

@@ -16,7 +16,6 @@ import triton
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu import portable
-from dilated_attention_pytorch.backends.gpu.launch import launch_one
 from dilated_attention_pytorch.backends.gpu.portable import RowStatistics, Strides, padded
 from dilated_attention_pytorch.backends.hopper.configs import HopperConfig
 from dilated_attention_pytorch.execute.loop import positive_scale
@@ -67,15 +66,6 @@ def with_scratch(call: Callable[[], None], programs: int, device: torch.device) 
         call()
 
     contextvars.copy_context().run(inside)
-
-
-def launch_persistent(
-    kernel: Any, items: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], constants: dict[str, Any]
-) -> None:
-    """Launch at most one program for each multiprocessor; the programs share the items."""
-    if items:
-        programs = min(items, multiprocessors(tensors[0].device))
-        with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, constants), programs, tensors[0].device)
 
 
 def constants(config: HopperConfig, head_dim: int) -> dict[str, Any]:

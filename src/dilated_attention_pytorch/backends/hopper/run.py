@@ -12,7 +12,6 @@ import triton
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu import portable
-from dilated_attention_pytorch.backends.gpu.buffers import dkv_buffers, dq_buffers, forward_buffers
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch
 from dilated_attention_pytorch.backends.gpu.launch_plan import Launch, LaunchPlan, find_launch_plan
 from dilated_attention_pytorch.backends.gpu.portable import (
@@ -138,7 +137,7 @@ def forward(
     query, scale = persistent.scaled_query(inputs.query, options.scale)
     query, key, value = aligned(query), aligned(inputs.key), aligned(inputs.value)
     plan, d = _plan(problem, query, by_keys=False), query.shape[-1]
-    *partial, out, lse = forward_buffers(query, plan, out)
+    *partial, out, lse = portable.forward_buffers(query, plan, out)
     strides = query.stride(), key.stride(), value.stride()
     how = ItemOptions(d, strides, config or configs(d).forward, scale)
     tensors = (query, key, value, *partial, out, lse)
@@ -153,7 +152,7 @@ def dq(
     """The gradient of the queries, written to ``grads`` if these are given."""
     lse, delta, _ = statistics
     plan, d = _plan(problem, read.query, by_keys=False), read.query.shape[-1]
-    tensors = (*read, lse, delta, *dq_buffers(read.query, plan, grads))
+    tensors = (*read, lse, delta, *portable.dq_buffers(read.query, plan, grads))
     how = ItemOptions(d, read.strides, config or configs(d).dq, scale)
     _launch(plan.once(_dq_launches, how), tensors, (*tensors, lse, lse))
     return tensors[-1]
@@ -165,7 +164,7 @@ def dkv(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of keys and values, written to ``grads`` if these are given."""
     plan, d = _plan(problem, read.query, by_keys=True), read.query.shape[-1]
-    buffers = dkv_buffers(read.key, read.value, plan, grads)
+    buffers = portable.dkv_buffers(read.key, read.value, plan, grads)
     how = ItemOptions(d, read.strides, config or configs(d).dkv, scale)
     _launch(
         plan.once(_dkv_launches, how, False), (*read, shifts, *buffers), (*read, shifts, shifts, *buffers, shifts, shifts)
@@ -185,7 +184,7 @@ def joint(
     counters = torch.zeros(rows + launches.attending, dtype=torch.int32, device=query.device)
 
     def by_key() -> tuple[Tensor, Tensor]:
-        buffers = dkv_buffers(read.key, read.value, plan, grads)
+        buffers = portable.dkv_buffers(read.key, read.value, plan, grads)
         tensors = (*read, shifts, *buffers, sums, counters, counters[rows:])
         _launch(launches, tensors, (*read, shifts, shifts, *buffers, shifts, shifts))
         return buffers[-2:]

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
-from dilated_attention_pytorch.backends.gpu.buffers import lse_buffer, result_buffer
 from dilated_attention_pytorch.backends.gpu.kernels.block_backward import block_dkv_kernel, block_dq_kernel
 from dilated_attention_pytorch.backends.gpu.kernels.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.gpu.launch import launch_one
@@ -48,7 +47,7 @@ def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | No
     query, size, scale = inputs.query, problem.blocks.block_size, options.scale
     config, (n, heads) = _configs(query, size).forward, query.shape[1:3]
     table = find_block_tables(problem, query.device, options.chosen).for_queries(options.chosen)
-    out, lse = result_buffer(query, table.covered, out), lse_buffer(query, table.covered)
+    out, lse = portable.result_buffer(query, table.covered, out), portable.lse_buffer(query, table.covered)
     strides = row_strides(x.stride() for x in inputs)
     numbers = (*strides, n, heads, problem.heads_per_key, abs(scale) * LOG2_E)
     constants = _constants(problem, inputs, config, options) | {"NEGATIVE": scale < 0}
@@ -67,14 +66,14 @@ def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, g
     factors = problem.heads_per_key, scale * LOG2_E, scale
 
     table = tables.for_queries(options.chosen)
-    dq = result_buffer(query, table.covered, grads and grads.query)
+    dq = portable.result_buffer(query, table.covered, grads and grads.query)
     numbers: tuple[float, ...] = (*strides, n, heads, *factors)
     constants, programs = _constants(problem, read, configs.dq, options), size // configs.dq.block_m * heads
     _launch(block_dq_kernel, table, programs, (*tensors, dq), numbers, constants, options)
 
     table = tables.for_keys(options.chosen)
-    dk = result_buffer(key, table.covered, grads and grads.key)
-    dv = result_buffer(value, table.covered, grads and grads.value)
+    dk = portable.result_buffer(key, table.covered, grads and grads.key)
+    dv = portable.result_buffer(value, table.covered, grads and grads.value)
     numbers = (*strides, n, m, heads, key_heads, *factors)
     constants, programs = _constants(problem, read, configs.dkv, options), size // configs.dkv.block_n * key_heads
     _launch(block_dkv_kernel, table, programs, (*tensors, dk, dv), numbers, constants, options)
