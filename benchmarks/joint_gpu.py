@@ -22,7 +22,7 @@ from dilated_attention_pytorch.backends.hopper import run
 from dilated_attention_pytorch.backends.hopper.configs import configs
 from dilated_attention_pytorch.backends.hopper.persistent import GradientInputs, row_statistics
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 # Pattern, tokens, heads, key heads, head size.
 SETTINGS = {
@@ -51,10 +51,10 @@ def measure(name: str, only_compile: bool) -> dict:
     k, v = torch.randn(2, 1, n, key_heads, d, device=gpu.GPU, dtype=torch.bfloat16).unbind(0)
     problem, scale = Problem(pattern, causal, 1, n, n, heads, key_heads, None, None), d**-0.5
     results: Results = run.forward(problem, Inputs(q, k, v), Options(scale))
-    found_statistics = row_statistics(results, Upstream(dout, None), scale)
+    found_statistics = row_statistics(Saved(*results, dout), scale)
     read, shifts = GradientInputs(q, k, v, dout), found_statistics.shifts
     calls = {
-        "statistics": lambda: row_statistics(results, Upstream(dout, None), scale),
+        "statistics": lambda: row_statistics(Saved(*results, dout), scale),
         "dq": lambda: run.dq(problem, read, found_statistics, scale),
         "dk, dv": lambda: run.dkv(problem, read, shifts, scale),
         "at once": lambda: run.joint(problem, read, shifts, scale, configs(d).joint),

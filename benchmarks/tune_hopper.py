@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from gpu import GPU, PAPER, WIDE, Setting, dense_rates, milliseconds
 
-from dilated_attention_pytorch.backends.gpu.statistics import RowStatistics
+from dilated_attention_pytorch.backends.gpu.portable import RowStatistics
 from dilated_attention_pytorch.backends.hopper import run
 from dilated_attention_pytorch.backends.hopper.configs import HopperConfig as Config
 from dilated_attention_pytorch.backends.hopper.configs import configs
@@ -26,7 +26,7 @@ from dilated_attention_pytorch.backends.hopper.persistent import GradientInputs,
 from dilated_attention_pytorch.backends.triton import run as portable
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.tiles import compile_plan
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Saved
 
 SETTINGS = {
     "D=64": Setting(PAPER, 2**18, 12, 64, 2048),
@@ -74,12 +74,12 @@ def compile_one(job) -> None:
     s = SETTINGS[f"D={head_dim}"]
     n = 4096
     *x, dout = every = inputs(s, n)
-    results, upstream = Results(x[0], torch.zeros(1, s.heads, n, device=GPU)), Upstream(dout, None)
+    saved = Saved(x[0], torch.zeros(1, s.heads, n, device=GPU), dout)
     if kernel == "portable":
         portable.forward(problem(s, n), Inputs(*x), Options(1.0))
-        portable.backward(problem(s, n), Inputs(*x), results, upstream, Options(1.0))
+        portable.backward(problem(s, n), Inputs(*x), saved, Options(1.0))
         return
-    call(kernel, problem(s, n), every, row_statistics(results, upstream, 1.0), config)
+    call(kernel, problem(s, n), every, row_statistics(saved, 1.0), config)
     torch.cuda.synchronize()
 
 
@@ -96,12 +96,13 @@ def main() -> None:
     rows = []
     for name, s in SETTINGS.items():
         p, x = problem(s, s.n), inputs(s, s.n)
-        qkv, upstream, options_of_call = Inputs(*x[:3]), Upstream(x[3], None), Options(s.head_dim**-0.5)
+        qkv, options_of_call = Inputs(*x[:3]), Options(s.head_dim**-0.5)
         flops = compile_plan(s.pattern, s.n, s.heads, is_causal=s.causal).flops(s.head_dim)
         rates = dense_rates(s)
         results = portable.forward(p, qkv, options_of_call)
-        statistics = row_statistics(results, upstream, options_of_call.scale)
-        grads = portable.backward(p, qkv, results, upstream, options_of_call)
+        saved = Saved(*results, x[3])
+        statistics = row_statistics(saved, options_of_call.scale)
+        grads = portable.backward(p, qkv, saved, options_of_call)
         expected = {"forward": results, "dq": grads[:1], "dkv": grads[1:]}
         print(f"{name}: dense forward {flops / rates[0] / 1e9:.2f} ms ({rates[0]:.0f} TFLOP/s), "
               f"backward {2.5 * flops / rates[1] / 1e9:.2f} ms ({rates[1]:.0f} TFLOP/s)")  # fmt: skip

@@ -22,7 +22,7 @@ import gpu
 import torch
 
 from dilated_attention_pytorch import BlockSparse, Dilated, attention
-from dilated_attention_pytorch.backends.gpu.configs import TritonConfig as Config
+from dilated_attention_pytorch.backends.gpu.portable import TritonConfig as Config
 from dilated_attention_pytorch.backends.triton import block_run, run
 
 MODULES = {"dilated": run, "blocks": block_run}

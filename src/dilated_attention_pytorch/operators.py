@@ -22,7 +22,7 @@ from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.plan.lists import choose, chosen_shape, find_rule
 from dilated_attention_pytorch.plan.problem import Problem, find_problem
 from dilated_attention_pytorch.plan.sequences import host_cu_seqlens, host_lengths
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream, rows_contiguous
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved, rows_contiguous
 
 
 class OperatorArguments(NamedTuple):
@@ -65,12 +65,10 @@ class OperatorArguments(NamedTuple):
         if positions is not None:  # as kernels read it: one row of positions for each sample, in 32 bits
             positions = positions.to(torch.int32).expand(query.shape[:2]).contiguous()
         return Options(
-            scale=self.scale,
+            scale=self.scale, positions=positions, detach_mixing=self.detach_mixing,
             dropout=Dropout(self.dropout_p, self.seed) if self.dropout_p > 0.0 else None,
-            positions=positions,
-            detach_mixing=self.detach_mixing,
             chosen=self.indices if self.starts is None else None,
-        )
+        )  # fmt: skip
 
 
 _SCHEMA = (
@@ -103,9 +101,8 @@ def _attend_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Ten
     """``(dq, dk, dv)`` from the merged ``out`` and ``lse``: the ordinary backward of each tile is its exact share."""
     query, key, value, out, lse = rest[:5]
     inputs, arguments = Inputs(query, key, value).rows_contiguous(), OperatorArguments(*rest[5:])
-    results, upstream = Results(out, lse), Upstream(rows_contiguous(dout), dlse)
-    backend = backends.find(arguments.backend)
-    dq, dk, dv = backend.backward(arguments.problem(query, key), inputs, results, upstream, arguments.options(query))
+    saved, backend = Saved(out, lse, rows_contiguous(dout), dlse), backends.find(arguments.backend)
+    dq, dk, dv = backend.backward(arguments.problem(query, key), inputs, saved, arguments.options(query))
     return dq, dk, dv
 
 
@@ -138,14 +135,9 @@ def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
 
 
 def _choose_blocks(
-    query: Tensor,
-    key: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    pattern: str,
-    is_causal: bool,
-    scale: float,
-) -> Tensor:
+    query: Tensor, key: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None,
+    pattern: str, is_causal: bool, scale: float,
+) -> Tensor:  # fmt: skip
     """The key blocks that an adaptive pattern chooses, (B, H, query blocks, width).
 
     An operator of its own, whose result the backward reads: a compiler may compute the same values in another order, and a

@@ -32,11 +32,13 @@ class Results(NamedTuple):
     lse: Tensor  # (B, H, N), natural logarithm, float32 or float64
 
 
-class Upstream(NamedTuple):
-    """The gradients of the results; ``dlse`` is None if the caller did not use lse."""
+class Saved(NamedTuple):
+    """What a backward reads besides the inputs: the results and their gradients."""
 
+    out: Tensor  # (B, N, H, D)
+    lse: Tensor  # (B, H, N)
     dout: Tensor  # (B, N, H, D)
-    dlse: Tensor | None  # (B, H, N)
+    dlse: Tensor | None = None  # (B, H, N); None if the caller did not use lse
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dilated_attention_pytorch.backends.gpu import block_tables
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import make_call
 from dilated_attention_pytorch.operators import problem_and_options
-from dilated_attention_pytorch.values import Inputs, Upstream
+from dilated_attention_pytorch.values import Inputs, Saved
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ["triton", "hopper"]
@@ -155,7 +155,7 @@ def test_adaptive_waits_for_nothing(backend):
     def call():
         problem, options = problem_and_options(made, tensors.query, tensors.key)
         results = kernels.forward(problem, tensors, options)
-        return kernels.backward(problem, tensors, results, Upstream(results.out, None), options)
+        return kernels.backward(problem, tensors, Saved(*results, dout=results.out), options)
 
     first = call()
     torch.cuda.set_sync_debug_mode("error")

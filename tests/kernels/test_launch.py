@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.backends.gpu import launch as launching
-from dilated_attention_pytorch.backends.gpu import lifetime
-from dilated_attention_pytorch.backends.gpu.columns import FAMILY_COLUMNS
+from dilated_attention_pytorch.backends.gpu import tables
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch, launch_one
 from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
+from dilated_attention_pytorch.backends.gpu.tables import FAMILY_COLUMNS
 from dilated_attention_pytorch.plan.problem import Problem
 
 
@@ -174,7 +174,8 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
     strides = tuple((1000 * i + 3, 1000 * i + 2, 1000 * i + 1, 1) for i in range(1, len(read) + 1))
     if package == "hopper":
         how = hopper.ItemOptions(64, strides, hopper.configs(64).dq, 0.25)
-        calls = dict(getattr(hopper, f"_{which}_launches")(plan, how).runs)
+        mode = (which == "joint",) if by_keys else ()
+        calls = dict(getattr(hopper, f"_{'dkv' if by_keys else which}_launches")(plan, how, *mode).runs)
         attend, add_parts = calls[True], calls.get(False, ())
     else:
         how = portable.TileOptions(64, strides, portable.SUM, scale=0.25)
@@ -221,13 +222,13 @@ def test_tables_are_kept_for_the_gpu_that_reads_them(capturing, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     captured: list[object] = []
-    monkeypatch.setattr(lifetime, "_CAPTURED", captured)
+    monkeypatch.setattr(tables, "_CAPTURED", captured)
     owner, kept = object(), [OnGpu(torch.device("cuda", 0)) for _ in range(2)]
     for _ in range(2):
-        lifetime.keep_for_device(owner, (kept[0], torch.empty(3, device="meta"), torch.empty(3), kept[1]))
+        tables.keep_for_device(owner, (kept[0], torch.empty(3, device="meta"), torch.empty(3), kept[1]))
     assert [x.streams for x in kept] == [["stream of cuda:0"] * 2] * 2
     assert captured == ([owner] if capturing else [])
-    lifetime.keep_for_device(object(), (torch.empty(3),))
+    tables.keep_for_device(object(), (torch.empty(3),))
     assert captured == ([owner] if capturing else [])
 
 

@@ -171,7 +171,7 @@ def test_every_row_has_one_writer_and_every_part_one_reader(
 ):
     """The tables alone: no two tiles write one row, and each part is read once, after it was written, where it lies."""
     from dilated_attention_pytorch.backends.gpu import launch_plan
-    from dilated_attention_pytorch.backends.gpu.columns import FAMILY_COLUMNS
+    from dilated_attention_pytorch.backends.gpu.tables import FAMILY_COLUMNS
     from dilated_attention_pytorch.plan.problem import Problem
 
     problem = Problem(Dilated(lengths_w, rates), causal, 2, n, m, 3, 3, lengths, None)
@@ -240,8 +240,8 @@ def test_every_row_has_one_writer_and_every_part_one_reader(
 
 
 def test_a_denser_branch_adds_the_parts_of_the_sparser_ones_it_covers():
-    from dilated_attention_pytorch.backends.gpu.columns import FAMILY_COLUMNS
     from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
+    from dilated_attention_pytorch.backends.gpu.tables import FAMILY_COLUMNS
     from dilated_attention_pytorch.plan.problem import Problem
 
     pattern = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
@@ -309,11 +309,11 @@ def test_rows_further_apart_than_32_bits_reach(monkeypatch):
 
 
 def test_kernels_know_columns_by_their_names():
-    from dilated_attention_pytorch.backends.gpu import columns
+    from dilated_attention_pytorch.backends.gpu import tables
     from dilated_attention_pytorch.backends.gpu.kernels import columns as kernel_columns
 
     for prefix in ("FAMILY", "LAYOUT", "BLOCK"):
-        names = getattr(columns, f"{prefix}_COLUMNS")
+        names = getattr(tables, f"{prefix}_COLUMNS")
         assert getattr(kernel_columns, f"{prefix}_WIDTH").value == len(names)
         found = [getattr(kernel_columns, f"{prefix}_{name.upper()}").value for name in names]
         assert found == list(range(len(names)))
@@ -330,14 +330,14 @@ def test_refusals():
 
 def test_shifts_are_sums_of_three():
     """-lse / scale and -delta of every row, each in three of eight columns, to the precision of float32."""
-    from dilated_attention_pytorch.backends.gpu.statistics import row_statistics
-    from dilated_attention_pytorch.values import Results, Upstream
+    from dilated_attention_pytorch.backends.gpu.portable import row_statistics
+    from dilated_attention_pytorch.values import Saved
 
     dout, out = (torch.randn(2, 70, 3, 16, device=DEVICE) for _ in range(2))
     lse = torch.randn(2, 3, 70, device=DEVICE) * 10
     lse[0, 0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan], device=DEVICE)
     shifts = torch.full((2, 3, 70, 16), 7.0, dtype=torch.bfloat16, device=DEVICE)
-    delta = row_statistics(Results(out, lse), Upstream(dout, None), shifts, 1 / 0.125).delta
+    delta = row_statistics(Saved(out, lse, dout), shifts, 1 / 0.125).delta
     exact = torch.stack([-lse.double() / 0.125, -delta.double()], -1)
     pieces = shifts.double().unflatten(-1, (2, 8))
     assert not pieces[..., 3:].any()

@@ -29,9 +29,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 import sass
-from dilated_attention_pytorch.backends.gpu.configs import padded
 from dilated_attention_pytorch.backends.gpu.kernels import backward, block_backward, block_forward, forward
 from dilated_attention_pytorch.backends.gpu.launch import FUSED
+from dilated_attention_pytorch.backends.gpu.portable import padded
 from dilated_attention_pytorch.backends.hopper import configs as hopper_configs
 from dilated_attention_pytorch.backends.hopper import persistent
 from dilated_attention_pytorch.backends.hopper import run as hopper_run

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.stock import StockBackend
+from dilated_attention_pytorch.backends.request import StockBackend
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.execute.loop import TileKernel
 
@@ -28,7 +28,7 @@ def _finite(lse: Tensor) -> Tensor:
 
 def _blocks(
     q: Tensor, k: Tensor, causal: bool, scale: float, masks: dict[str, Any]
-) -> Iterator[tuple[slice, slice, Tensor]]:  # fmt: skip
+) -> Iterator[tuple[slice, slice, Tensor]]:
     """Blocks of query rows with the keys they may see and their scores."""
     units, heads, rows, _ = q.shape
     dtype = accumulate_dtype(q.dtype)

@@ -3,8 +3,6 @@
 It reads patterns and lists, never tiles, and no other backend imports it. Scores and softmax are computed in float64 for
 float64 inputs and in float32 otherwise. Memory grows with the square of the length. It is not an operator: autograd
 differentiates it, also twice and in forward mode.
-
-Shape letters: B batch, N queries, M keys, H query heads, G key heads, D head size.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.plan.lists import lists_of
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.sequences import Span
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 MAX_SCORES = 2**30  # B * H * N * M: 4 GiB in float32
 
@@ -66,9 +64,7 @@ class ReferenceBackend:
             out[span.query_rows], lse[span.samples, :, span.queries] = _attend(problem, span, lists, own, options)
         return Results(out, lse)
 
-    def backward(
-        self, problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options
-    ) -> Inputs:  # fmt: skip
+    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, options: Options) -> Inputs:
         """Never called: autograd differentiates the forward."""
         raise AssertionError("autograd differentiates the reference backend")
 
@@ -118,9 +114,7 @@ def _attend(problem: Problem, span: Span, lists: BlockLists | None, inputs: Inpu
     return Results(out.to(dtype).contiguous(), lse)
 
 
-def _meetings(
-    problem: Problem, span: Span, lists: BlockLists | None, rows: Tensor, positions: Tensor | None
-) -> _Meetings:  # fmt: skip
+def _meetings(problem: Problem, span: Span, lists: BlockLists | None, rows: Tensor, positions: Tensor | None) -> _Meetings:
     """Which keys meet query rows at the positions ``rows``; ``positions`` (B, N) are compared instead of causality."""
     length, heads = span.length, problem.heads
     i, j = rows[:, None], torch.arange(length, device=rows.device)[None, :]
@@ -138,11 +132,10 @@ def _meetings(
     for branch in range(len(pattern.branches)):
         masks = [pattern.meets(branch, i, j, key_head=g, key_heads=of) for g, of in key_heads]
         branches.append(torch.stack(masks) & allowed)
-        counts = None
+        zero_keys.append(None)
         if pattern.torchscale_padding and not problem.is_causal:
-            heads_counts = [pattern.zero_keys(branch, i, length, key_head=g, key_heads=of) for g, of in key_heads]
-            counts = torch.stack(heads_counts)
-        zero_keys.append(counts)
+            counts = [pattern.zero_keys(branch, i, length, key_head=g, key_heads=of) for g, of in key_heads]
+            zero_keys[-1] = torch.stack(counts)
     return _Meetings(branches, zero_keys)
 
 

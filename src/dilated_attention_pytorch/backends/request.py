@@ -1,7 +1,8 @@
-"""What a backend needs to know to say whether it can serve a call, and what all backends have in common."""
+"""Requests, by which a backend says whether it can serve a call; what backends have in common; those of stock kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.call import Call
+from dilated_attention_pytorch.execute import loop
+from dilated_attention_pytorch.execute.loop import TileKernel
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +35,11 @@ class Request:
         """The request of a call."""
         blocks = call.pattern if isinstance(call.pattern, BlockSparse) else None
         return Request(
-            device=call.device.type,
-            capability=_capability(call.device),
-            dtype=call.dtype,
-            head_dim=call.head_dim,
-            dropout_p=call.dropout_p,
-            masks_by_position=call.masks_by_position,
+            device=call.device.type, capability=_capability(call.device), dtype=call.dtype, head_dim=call.head_dim,
+            dropout_p=call.dropout_p, masks_by_position=call.masks_by_position,
             block_size=None if blocks is None else blocks.block_size,
             square=blocks is None or call.queries == call.keys,
-        )
+        )  # fmt: skip
 
     @staticmethod
     def like(query: Tensor) -> Request:
@@ -68,10 +67,29 @@ class Backend(Protocol):
     def forward(self, problem: Problem, inputs: Inputs, options: Options) -> Results:
         """The attention of a problem."""
 
-    def backward(
-        self, problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options
-    ) -> Inputs:  # fmt: skip
+    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, options: Options) -> Inputs:
         """The gradients of query, key and value, given the merged results."""
+
+
+@dataclass(frozen=True)
+class StockBackend:
+    """A tile kernel, chosen by the request, inside the execution loop."""
+
+    name: str
+    why_not: Callable[[Request], list[str]]
+    kernel: Callable[[Request], TileKernel]
+
+    def kernel_name(self, request: Request) -> str:
+        """What computes the tiles of a request."""
+        return self.kernel(request).name
+
+    def forward(self, problem: Problem, inputs: Inputs, options: Options) -> Results:
+        """The attention of a problem."""
+        return loop.forward(problem, inputs, options, self.kernel(Request.like(inputs.query)))
+
+    def backward(self, problem: Problem, inputs: Inputs, saved: Saved, options: Options) -> Inputs:
+        """The gradients of query, key and value, given the merged results."""
+        return loop.backward(problem, inputs, saved, options, self.kernel(Request.like(inputs.query)))
 
 
 DROPOUT_REASON = (

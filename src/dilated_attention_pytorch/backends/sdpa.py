@@ -10,8 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.request import DROPOUT_REASON, ORDER_REASON, Request
-from dilated_attention_pytorch.backends.stock import StockBackend
+from dilated_attention_pytorch.backends.request import DROPOUT_REASON, ORDER_REASON, Request, StockBackend
 from dilated_attention_pytorch.execute.loop import TileKernel
 
 _aten = torch.ops.aten
@@ -90,20 +89,9 @@ def _efficient_backward(
     # The operator wants rows of lse padded to whole warps.
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        None,
-        _as_forward_returns_it(out),
-        padded,
-        no_seed,
-        no_seed,
-        0.0,
-        [True, True, True, False],
-        causal,
+        dout, q, k, v, None, _as_forward_returns_it(out), padded, no_seed, no_seed, 0.0, [True, True, True, False], causal,
         scale=scale,
-    )
+    )  # fmt: skip
     return dq, dk, dv
 
 

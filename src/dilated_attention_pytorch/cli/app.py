@@ -41,7 +41,7 @@ def demo(
 ) -> None:
     """Run dilated attention on a real text of growing length, next to dense attention, and check the result."""
     # Other commands run without matplotlib. It comes first, so that a missing package is reported before the measurements.
-    from dilated_attention_pytorch.cli import pictures
+    from dilated_attention_pytorch.cli.pictures import pattern_picture, scaling_picture
 
     try:
         settings = make_settings(quick=quick, is_causal=causal, device=choose_device(device), max_tokens=max_tokens)
@@ -71,8 +71,8 @@ def demo(
         console.print(f"Left out: {', '.join(f'{tokens:,}' for tokens in left_out)} tokens, since {reason}.")
     if not rows:
         raise typer.Exit(1)
-    _save(console, pictures.pattern_picture(is_causal=causal), output / "pattern.png", "folder")
-    _save(console, pictures.scaling_picture(rows, title), output / "scaling.png", "folder")
+    _save(console, pattern_picture(is_causal=causal), output / "pattern.png", "folder")
+    _save(console, scaling_picture(rows, title), output / "scaling.png", "folder")
 
 
 @app.command()
@@ -86,7 +86,7 @@ def show(
     output: Annotated[Path, typer.Option(help="The PNG file for the picture.")] = Path("order.png"),
 ) -> None:
     """Draw an order of the tokens of a grid, its segments against row-major ones, and what one query sees."""
-    from dilated_attention_pytorch.cli import pictures
+    from dilated_attention_pytorch.cli.pictures import order_picture
 
     try:
         view = make_view(grid, segment_lengths, dilation_rates, query)
@@ -99,14 +99,14 @@ def show(
     console.print(f"{view.height} x {view.width} tokens, segments of {length:,}: mean perimeter of the bounding box")
     for name, drawn in orders.items():
         console.print(f"  {name:<9}  {view.perimeter(drawn):10,.1f}")
-    _save(console, pictures.order_picture(orders, view), output, "file")
+    _save(console, order_picture(orders, view), output, "file")
 
 
 def _save(console: Console, figure: Figure, path: Path, kind: str) -> None:
-    from dilated_attention_pytorch.cli import pictures
+    from dilated_attention_pytorch.cli.pictures import save
 
     try:
-        pictures.save(figure, path)
+        save(figure, path)
     except OSError as error:
         reason = error.strerror or str(error)
         typer.echo(f"{path} could not be written: {reason}; choose another {kind} with --output.", err=True)

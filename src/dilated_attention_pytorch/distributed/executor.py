@@ -24,7 +24,7 @@ from dilated_attention_pytorch.distributed.wire import Parcel, Transport
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.execute import loop
 from dilated_attention_pytorch.execute.loop import RowGradients, StockCalls, Sums, TileKernel, positive_scale
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Saved
 
 # A step, and its keys and values or their gradients.
 StepKeys = tuple[Step, Tensor, Tensor]
@@ -227,7 +227,7 @@ class _Gradients(torch.autograd.Function):
         grads = Inputs(*(torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in inputs))
         # Every rank takes part, also one whose result is not used.
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        rows = RowGradients.of(Results(out, lse), Upstream(dout, dlse))
+        rows = RowGradients.of(Saved(out, lse, dout, dlse))
         for plan in call.branches or (call.plan,):
             if call.branches:
                 # With constant mixing weights, delta comes from the branch's own output, which is computed again.

@@ -21,7 +21,7 @@ from dilated_attention_pytorch.plan.problem import BlockRule, Problem, find_prob
 from dilated_attention_pytorch.plan.sequences import Span, host_cu_seqlens, host_lengths, spans
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
 from dilated_attention_pytorch.shards import Shards
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Saved
 
 # "auto" takes the Hopper kernels from this many branches. They write the rows of all branches once, while stock operators
 # merge call by call. For one branch, cuDNN's kernels are faster. Milliseconds, sdpa / hopper, forward and backward of
@@ -150,8 +150,8 @@ class FusedStep:
         """Write the gradients into ``grads`` (float32), which have no content yet."""
         if self.rows.plans():
             dlse = None if rows.dlse_bnh is None else rows.dlse_bnh.transpose(1, 2).contiguous()
-            results = Results(rows.out, rows.lse_bnh.transpose(1, 2).contiguous())
-            self._kernels.backward(self.rows, inputs, results, Upstream(rows.dout, dlse), Options(scale), grads=grads)
+            saved = Saved(rows.out, rows.lse_bnh.transpose(1, 2).contiguous(), rows.dout, dlse)
+            self._kernels.backward(self.rows, inputs, saved, Options(scale), grads=grads)
 
     @property
     def _kernels(self) -> TableBackend:

@@ -15,9 +15,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.distributed import schedules
 from dilated_attention_pytorch.distributed.messages import RankPlan, Section, SequenceShards, Step, make_ticks
-from dilated_attention_pytorch.distributed.schedules import BlockSchedule, BlockTransfer, DilatedSchedule, Ranges, Transfer
+from dilated_attention_pytorch.distributed.schedules import (
+    BlockSchedule,
+    BlockTransfer,
+    DilatedSchedule,
+    Ranges,
+    Transfer,
+    blocks_of,
+    make_schedule,
+    messages_by_round,
+    positions_read,
+)
 from dilated_attention_pytorch.execute.listed import ListedTiles, PlacedDropout
 from dilated_attention_pytorch.execute.strided import StridedTiles, packed_views
 from dilated_attention_pytorch.patterns.lists import BlockLists
@@ -97,9 +106,9 @@ def dilated_plan(problem: Problem, shards: Shards, rank: int, bucket_size: int) 
     for span in problem.spans():
         rows = range(span.keys.start, span.keys.stop)
         sizes = shards.within(rows), problem.key_heads
-        schedule = schedules.make_schedule(problem.dilated, *sizes, is_causal=problem.is_causal).of_branch(problem.branch)
+        schedule = make_schedule(problem.dilated, *sizes, is_causal=problem.is_causal).of_branch(problem.branch)
         sequences.append(SequenceShards(span.samples, slice(0, problem.key_heads), rows.start, shards, schedule))
-    counts = schedules.messages_by_round([x.schedule for x in sequences], bucket_size) if sequences else []
+    counts = messages_by_round([x.schedule for x in sequences], bucket_size) if sequences else []
 
     def split(transfers: list[tuple[DilatedShards, Transfer]]) -> Iterator[tuple[DilatedSection, ...]]:
         """The transfers of one round, cut into messages of ``bucket_size`` rows; the last message may be shorter."""
@@ -196,7 +205,7 @@ def named_blocks(lists: BlockLists | None) -> Ranges:
 def read_by(problem: Problem, chunks: Sequence[range], lists: ChunkLists, length: int) -> Ranges:
     """The positions of a sequence that a rank with these chunks and lists reads."""
     named = [named_blocks(x) for x in lists]
-    return schedules.positions_read(chunks, named, problem.blocks.block_size, length, is_causal=problem.is_causal)
+    return positions_read(chunks, named, problem.blocks.block_size, length, is_causal=problem.is_causal)
 
 
 def listed_sequences(problem: Problem, shards: Shards, rank: int) -> tuple[ListedShards, ...]:
@@ -219,7 +228,7 @@ def listed_sequences(problem: Problem, shards: Shards, rank: int) -> tuple[Liste
 
 def _lists(problem: Problem, given: BlockLists | None, chunk: range, blocks: int) -> BlockLists:
     """The lists of a chunk's query blocks, given or by the pattern's rule, in a sequence of so many blocks."""
-    rows = schedules.blocks_of(chunk, problem.blocks.block_size)
+    rows = blocks_of(chunk, problem.blocks.block_size)
     if given is not None:
         return given.rows(rows.start, rows.stop)
     assert problem.blocks.config is not None
@@ -313,7 +322,7 @@ def _meetings(
     if head:
         packed.append((slice(0, head), torch.tensor([ranges[0].start // size])))
     if total > head:
-        whole = [schedules.blocks_of(x, size) for x in (ranges[0][head:], *ranges[1:]) if x]
+        whole = [blocks_of(x, size) for x in (ranges[0][head:], *ranges[1:]) if x]
         packed.append((slice(head, total), positions_of(whole)))
     if not is_causal:
         for keys, blocks in packed:

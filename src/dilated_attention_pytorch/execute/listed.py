@@ -12,6 +12,7 @@ of one head if lists differ by head.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,8 +22,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.dtypes import accumulate_dtype
-from dilated_attention_pytorch.execute.merge import merge_
-from dilated_attention_pytorch.execute.strided import Positions
+from dilated_attention_pytorch.execute.strided import Positions, merge_
 from dilated_attention_pytorch.patterns.lists import BlockLists
 from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.values import Inputs
@@ -104,15 +104,10 @@ class ListedTiles:
                     key_block = torch.where(counted[:, None], key_block, 0)
                 key_row = (key_block[:, :, None] * size + within).flatten(1)
                 yield ListedCall(
-                    tiles=self,
-                    sample=sample.view(-1, 1, 1).to(device),
-                    row=row[:, None].to(device),
-                    head=head.to(device),
-                    key_row=key_row[:, None],
-                    key_head=(head // (heads // key_heads)).to(device),
-                    causal=made.causal,
-                    gate=counted,
-                )
+                    tiles=self, sample=sample.view(-1, 1, 1).to(device), row=row[:, None].to(device), head=head.to(device),
+                    key_row=key_row[:, None], key_head=(head // (heads // key_heads)).to(device),
+                    causal=made.causal, gate=counted,
+                )  # fmt: skip
 
     def key_sums(self, grads: Inputs) -> Inputs:
         """Where the gradients of calls are added: new tensors for keys and values, whose rows follow one another."""
@@ -200,7 +195,9 @@ def _chunks(lists: BlockLists, positions: range, length: int, is_causal: bool, m
     counts, starts = lists.counts.flatten(), lists.starts.flatten()
     block = torch.arange(lists.first, stop).expand(lists.counts.shape).flatten()
     whole = range(size)
-    for first_block, stop_block in _runs(lists.first, stop):
+    # The first and the last query block, which may have fewer rows, and those between.
+    cuts = sorted({lists.first, min(lists.first + 1, stop), max(lists.first, stop - 1), stop})
+    for first_block, stop_block in pairwise(cuts):
         # All query blocks of a run have the same rows: the first one may begin late, the last one may end early.
         skipped = max(0, positions.start - first_block * size)
         rows = min(size, positions.stop - first_block * size) - skipped
@@ -211,10 +208,10 @@ def _chunks(lists: BlockLists, positions: range, length: int, is_causal: bool, m
             entry = start + left
             if is_causal:
                 if skipped:
-                    yield _Chunks(own, entry, skipped, rows, 1, range(skipped), gate=_same)
+                    yield _Chunks(own, entry, skipped, rows, 1, range(skipped), gate=operator.eq)
                 square = range(skipped, skipped + rows)
-                yield _Chunks(own, entry, skipped, rows, 1, square, causal=True, gate=_same)
-                yield _Chunks(own, entry, skipped, rows, 1, whole, gate=_different)
+                yield _Chunks(own, entry, skipped, rows, 1, square, causal=True, gate=operator.eq)
+                yield _Chunks(own, entry, skipped, rows, 1, whole, gate=operator.ne)
             else:
                 yield _Chunks(own, entry, skipped, rows, 1, range(tail), gate=lambda key, _: key == last)
                 yield _Chunks(own, entry, skipped, rows, 1, whole, gate=lambda key, _: key != last)
@@ -228,17 +225,3 @@ def _chunks(lists: BlockLists, positions: range, length: int, is_causal: bool, m
                 start[chosen] += blocks
             else:
                 blocks //= 2
-
-
-def _same(key: Tensor, query: Tensor) -> Tensor:
-    return key == query
-
-
-def _different(key: Tensor, query: Tensor) -> Tensor:
-    return key != query
-
-
-def _runs(first: int, stop: int) -> list[tuple[int, int]]:
-    """The first and the last query block, which may have fewer rows, and those between."""
-    cuts = sorted({first, min(first + 1, stop), max(first, stop - 1), stop})
-    return list(pairwise(cuts))

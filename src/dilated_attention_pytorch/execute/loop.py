@@ -23,7 +23,7 @@ from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.lists import lists_of
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.sequences import Span
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 # A partial result of one kernel call has at most this many elements, or an eighth of the output if that is more.
 _SMALL_PARTIAL = 2**20
@@ -91,11 +91,10 @@ class RowGradients(NamedTuple):
     dlse_bnh: Tensor | None
 
     @staticmethod
-    def of(results: Results, upstream: Upstream) -> RowGradients:
+    def of(saved: Saved) -> RowGradients:
         """The rows of a whole call."""
-        lse, dlse = results.lse, upstream.dlse
-        dlse_bnh = None if dlse is None else dlse.transpose(1, 2).contiguous()
-        return RowGradients(upstream.dout, results.out, lse.transpose(1, 2).contiguous(), dlse_bnh)
+        dlse_bnh = None if saved.dlse is None else saved.dlse.transpose(1, 2).contiguous()
+        return RowGradients(saved.dout, saved.out, saved.lse.transpose(1, 2).contiguous(), dlse_bnh)
 
     def at(self, rows: tuple[slice, ...]) -> RowGradients:
         """Only these samples, rows (and heads)."""
@@ -192,11 +191,8 @@ def _positions(options: Options, span: Span) -> Positions | None:
 def forward(problem: Problem, inputs: Inputs, options: Options, kernel: TileKernel) -> Results:
     """The attention of all tiles, merged."""
     query, scale, _ = positive_scale(inputs.query, options.scale)
-    return _sums(problem, inputs._replace(query=query), options, _how(kernel, scale, query)).results(query.dtype)
-
-
-def _how(kernel: TileKernel, scale: float, query: Tensor) -> StockCalls:
-    return StockCalls(kernel, scale, partial_limit(query))
+    how = StockCalls(kernel, scale, partial_limit(query))
+    return _sums(problem, inputs._replace(query=query), options, how).results(query.dtype)
 
 
 def _sums(problem: Problem, inputs: Inputs, options: Options, how: StockCalls) -> Sums:
@@ -212,14 +208,12 @@ def _at(inputs: Inputs, span: Span) -> Inputs:
     return Inputs(inputs.query[span.query_rows], inputs.key[span.key_rows], inputs.value[span.key_rows])
 
 
-def backward(
-    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, kernel: TileKernel
-) -> Inputs:  # fmt: skip
+def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, kernel: TileKernel) -> Inputs:
     """The gradients of all tiles, summed, given the merged results."""
     query, scale, sign = positive_scale(inputs.query, options.scale)
-    inputs, how = inputs._replace(query=query), _how(kernel, scale, query)
+    inputs, how = inputs._replace(query=query), StockCalls(kernel, scale, partial_limit(query))
     grads = Inputs(*(torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in inputs))
-    rows = RowGradients.of(results, upstream)
+    rows = RowGradients.of(saved)
     problems = [problem]
     if options.detach_mixing and isinstance(problem.pattern, Dilated):
         problems = [problem.of_branch(branch) for branch in range(len(problem.pattern.branches))]

@@ -1,7 +1,4 @@
-"""Calls of a stock kernel over families of tiles: strided views of the tensors, never copies.
-
-Shape letters: B batch, N query rows, M key rows, H query heads, G key heads, D head size, U units.
-"""
+"""Calls of a stock kernel over families of tiles: strided views of the tensors, never copies."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.execute.merge import merge_
 from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.plan.tiles import Plan, TileFamily
 from dilated_attention_pytorch.values import Inputs
@@ -21,6 +17,21 @@ from dilated_attention_pytorch.values import Inputs
 _MAX_UNITS = 2**15
 # Original positions of query rows (B, N) and of key rows (B, M): a row sees the keys of no larger position.
 Positions = tuple[Tensor, Tensor]
+
+
+def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> None:
+    """Merge a partial result into ``(out, lse)`` in place; ``out`` has one more, last dimension than ``lse``.
+
+    Two partial softmaxes over disjoint sets of keys merge exactly: with ``a = sigmoid(lse2 - lse1)`` the result is
+    ``(out1 + a * (out2 - out1), logaddexp(lse1, lse2))``. The neutral element is ``(0, -inf)``.
+
+    >>> out, lse = torch.zeros(1, 2), torch.tensor([-torch.inf])
+    >>> merge_(out, lse, torch.tensor([[1.0, 2.0]]), torch.tensor([0.5])); out, lse
+    (tensor([[1., 2.]]), tensor([0.5000]))
+    """
+    weight = torch.sigmoid(partial_lse - lse).masked_fill_(partial_lse == -torch.inf, 0.0)
+    out.lerp_(partial_out.to(out.dtype), weight.to(out.dtype).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, partial_lse))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +65,10 @@ class StridedTiles:
         """The calls of a family; ``budget`` counts tiles of one query head."""
         heads = range(len(family.key_heads))
         # A call takes equally many query and key heads: one key head with its query heads, or one query head of each.
-        splits = [(heads, range(j, j + 1)) for j in range(heads_per_key)]
-        if len(heads) == 1:
-            splits = [(heads, range(heads_per_key))]
+        splits = [range(heads_per_key)] if len(heads) == 1 else [range(j, j + 1) for j in range(heads_per_key)]
         budget = max(1, budget)
-        for split_heads, members in splits:
-            for call_heads in _split(split_heads, min(len(split_heads), budget)):
+        for members in splits:
+            for call_heads in _split(heads, min(len(heads), budget)):
                 most_units = min(_MAX_UNITS, max(1, budget // (len(call_heads) * len(members))))
                 for call_units in _split(units, most_units):
                     yield StridedCall(self, family, samples, call_units, call_heads, heads_per_key, members)
@@ -91,8 +100,8 @@ class StridedCall:
 
     def queries(self, x_bnh: Tensor) -> Tensor:
         """The query rows of a tensor (B, N, H, ...) as a view (U, heads, rows, ...)."""
-        step = 1 if len(self.heads) == 1 else self.heads_per_key * self._head_step
-        first = self._key_head * self.heads_per_key + self.members.start
+        step = 1 if len(self.heads) == 1 else self.heads_per_key * self.family.key_heads.step
+        first = self._key_heads.start * self.heads_per_key + self.members.start
         heads = range(first, first + max(len(self.heads), len(self.members)) * step, step)
         row = self.family.q_start - self.tiles.plan.queries.start
         return self._view(x_bnh, row, self.family.q_rows, heads)
@@ -126,8 +135,8 @@ class StridedCall:
             return torch.arange(values.start, values.stop, values.step, device=device).view(shape)
 
         unit, number = column(self.units, -1, 1, 1, 1), column(self.heads, 1, -1, 1, 1)
-        first = self._key_head * self.heads_per_key + self.members.start
-        head = first + (number - self.heads.start) * self._head_step * self.heads_per_key
+        first = self._key_heads.start * self.heads_per_key + self.members.start
+        head = first + (number - self.heads.start) * self.family.key_heads.step * self.heads_per_key
         if len(self.heads) == 1:
             head = first + column(range(len(self.members)), 1, -1, 1, 1)
         sample = self.samples.start + unit // family.tiles
@@ -162,23 +171,14 @@ class StridedCall:
     def _own_keys(self, x_bmg: Tensor) -> Tensor:
         """The key rows, each key head once."""
         if self.tiles.packed:
-            heads = slice(self._key_head, self._key_head + (len(self.heads) - 1) * self._head_step + 1, self._head_step)
+            heads = slice(self._key_heads.start, self._key_heads.stop, self._key_heads.step)
             samples = slice(self.units.start, self.units.stop)  # a packed family has one tile
             return x_bmg[samples, : self.family.k_rows, heads].transpose(1, 2)
         return self._view(x_bmg, self._first_key_row, self.family.k_rows, self._key_heads)
 
     @property
-    def _head_step(self) -> int:
-        return self.family.key_heads.step
-
-    @property
-    def _key_head(self) -> int:
-        """The first key head."""
-        return self.family.key_heads[self.heads.start]
-
-    @property
     def _key_heads(self) -> range:
-        return range(self._key_head, self._key_head + len(self.heads) * self._head_step, self._head_step)
+        return self.family.key_heads[self.heads.start : self.heads.stop]
 
     @property
     def _first_key_row(self) -> int:

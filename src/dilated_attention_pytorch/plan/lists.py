@@ -50,7 +50,7 @@ def find_rule(spec: str, lists: tuple[Tensor | None, ...], keys: int) -> BlockRu
 @lru_cache(maxsize=32)
 def _static_lists(
     config: SparsePatternConfig, first: int, blocks: int, is_causal: bool, device: torch.device
-) -> BlockLists:  # fmt: skip
+) -> BlockLists:
     return config.lists(first, blocks, is_causal).to(device)
 
 

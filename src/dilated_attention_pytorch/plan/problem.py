@@ -21,11 +21,6 @@ class BlockRule:
     config: SparsePatternConfig | None  # None if lists are given
     given: BlockLists | None = None  # for the whole sequence; compared by identity
 
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether the lists depend on the content of query and key."""
-        return self.config is not None and self.config.pattern_type == "adaptive"
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:

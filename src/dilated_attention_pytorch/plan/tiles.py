@@ -138,26 +138,14 @@ def _progressions(heads_and_offsets: list[tuple[int, int]]) -> list[tuple[range,
     index = 0
     while index < len(heads_and_offsets):
         head, offset = heads_and_offsets[index]
-        end = index + 1
-        head_step, offset_step = 1, 0
-        if end < len(heads_and_offsets):
-            head_step = heads_and_offsets[end][0] - head
-            offset_step = heads_and_offsets[end][1] - offset
-        # Strides must not be negative, so heads only rise.
-        while (
-            head_step > 0
-            and end < len(heads_and_offsets)
-            and heads_and_offsets[end]
-            == (
-                head + (end - index) * head_step,
-                offset + (end - index) * offset_step,
-            )
-        ):
-            end += 1
-        if end - index == 1:
-            head_step, offset_step = 1, 0
-        result.append((range(head, head + (end - index) * head_step, head_step), offset, offset_step))
-        index = end
+        following = heads_and_offsets[index + 1 :]
+        head_step, offset_step, count = 1, 0, 1
+        if following and following[0][0] > head:  # strides must not be negative, so heads only rise
+            head_step, offset_step = following[0][0] - head, following[0][1] - offset
+            while following[count - 1 : count] == [(head + count * head_step, offset + count * offset_step)]:
+                count += 1
+        result.append((range(head, head + count * head_step, head_step), offset, offset_step))
+        index += count
     return result
 
 
@@ -194,19 +182,11 @@ def _branch_families(
             for heads, offset, offset_step in _head_runs(members):
                 for q_from, q_count, k_from, k_count, causal in _visible(q_first, q_rows, k_first, k_rows, is_causal):
                     yield TileFamily(
-                        branch=branch,
-                        key_heads=heads,
-                        head_row_step=offset_step,
-                        q_start=segment.start + offset + q_from * r,
-                        q_rows=q_count,
-                        k_start=segment.start + offset + k_from * r,
-                        k_rows=k_count,
-                        row_stride=r,
-                        tile_step=w,
-                        tiles=segment.count,
-                        causal=causal,
-                        zero_keys=zeros,
-                    )
+                        branch=branch, key_heads=heads, head_row_step=offset_step, row_stride=r, tile_step=w,
+                        q_start=segment.start + offset + q_from * r, q_rows=q_count,
+                        k_start=segment.start + offset + k_from * r, k_rows=k_count,
+                        tiles=segment.count, causal=causal, zero_keys=zeros,
+                    )  # fmt: skip
 
 
 def _visible(
@@ -219,33 +199,25 @@ def _visible(
     >>> list(_visible(4, 4, 0, 8, True))
     [(4, 4, 0, 4, False), (4, 4, 4, 4, True)]
     """
-    if not is_causal:
+    q_stop, k_stop = q_first + q_rows, k_first + k_rows
+    square = range(max(q_first, k_first), min(q_stop, k_stop))
+    rectangles: list[tuple[int, int, int, int, bool]] = []
+    if not is_causal or k_stop <= q_first:  # all keys are before the queries
         rectangles = [(q_first, q_rows, k_first, k_rows, False)]
-    else:
-        q_stop, k_stop = q_first + q_rows, k_first + k_rows
-        square = range(max(q_first, k_first), min(q_stop, k_stop))
-        if not square:
-            # Disjoint: all keys are before the queries, or none is.
-            rectangles = [(q_first, q_rows, k_first, k_rows, False)] if k_stop <= q_first else []
-        else:
-            rectangles = [
-                (square.start, len(square), k_first, square.start - k_first, False),
-                (square.start, len(square), square.start, len(square), True),
-                (square.stop, q_stop - square.stop, k_first, square.stop - k_first, False),
-            ]
+    elif square:
+        rectangles = [
+            (square.start, len(square), k_first, square.start - k_first, False),
+            (square.start, len(square), square.start, len(square), True),
+            (square.stop, q_stop - square.stop, k_first, square.stop - k_first, False),
+        ]
     yield from (tile for tile in rectangles if tile[1] > 0 and tile[3] > 0)
 
 
 @lru_cache(maxsize=4096)
 def compile_plan(
-    pattern: Dilated,
-    length: int,
-    key_heads: int,
-    *,
-    is_causal: bool,
-    queries: range | None = None,
-    keys: range | None = None,
-) -> Plan:
+    pattern: Dilated, length: int, key_heads: int, *, is_causal: bool,
+    queries: range | None = None, keys: range | None = None,
+) -> Plan:  # fmt: skip
     """The tiles of ``pattern`` on a sequence of ``length`` tokens, for the query and key positions given (default: all).
 
     Decoding asks for ``queries=range(M - N, M)``. A rank asks for the positions that it holds.

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.gpu.columns import BLOCK_COLUMNS
-from dilated_attention_pytorch.backends.gpu.lifetime import keep_for_device
+from dilated_attention_pytorch.backends.gpu.tables import BLOCK_COLUMNS, keep_for_device
 from dilated_attention_pytorch.patterns.lists import BlockLists, entries_of, transposed_entries
 from dilated_attention_pytorch.plan.lists import lists_of
 from dilated_attention_pytorch.plan.problem import Problem

@@ -65,9 +65,7 @@ class _LaunchCache:
     def __len__(self) -> int:
         return len(self._launches)
 
-    def find(
-        self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: dict[str, Any]
-    ) -> KernelLaunch:  # fmt: skip
+    def find(self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: dict[str, Any]) -> KernelLaunch:
         """The launch with these arguments. It holds the kernel, so no other kernel gets the identity in the key."""
         # Not the kernel itself: Triton's hash of a kernel is that of its source, which takes longer than the rest.
         key = (id(kernel), programs, numbers, *constants.items())

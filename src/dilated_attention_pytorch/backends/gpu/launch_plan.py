@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu.bundles import BundleTree
-from dilated_attention_pytorch.backends.gpu.columns import FAMILY_COLUMNS, LAYOUT_COLUMNS
-from dilated_attention_pytorch.backends.gpu.lifetime import keep_for_device
 from dilated_attention_pytorch.backends.gpu.shares import BatchSlice, of_heads, shares_of
+from dilated_attention_pytorch.backends.gpu.tables import FAMILY_COLUMNS, LAYOUT_COLUMNS, keep_for_device
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.tiles import Plan, TileFamily
 
@@ -84,7 +83,7 @@ class LaunchPlan:
 
 def find_launch_plan(
     problem: Problem, *, block: int, by_keys: bool, head_dim: int, device: torch.device, separate: bool = False
-) -> LaunchPlan:  # fmt: skip
+) -> LaunchPlan:
     """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head.
 
     ``separate``: each launch has one bundle. Then no two tiles of a launch share a row of the other side either.
@@ -99,7 +98,7 @@ def find_launch_plan(
 @lru_cache(maxsize=48)
 def _launch_plan(
     problem: Problem, block: int, by_keys: bool, most_rows: int, device: torch.device, separate: bool
-) -> LaunchPlan:  # fmt: skip
+) -> LaunchPlan:
     return _Builder(problem, block, by_keys, most_rows).plan(device, separate)
 
 
@@ -240,13 +239,8 @@ class _Builder:
         offsets = torch.tensor(self.tree.offsets(), dtype=torch.int64)
         memory, (layout, offsets, *tables) = _on_device([layout, offsets, *(one.table for one in launches)], device)
         return LaunchPlan(
-            problem=self.problem,
-            tables=memory,
+            problem=self.problem, tables=memory, bundles=self.tree.root, layout=layout, offsets=offsets,
             launches=tuple(replace(one, table=table) for one, table in zip(launches, tables, strict=True)),
-            bundles=self.tree.root,
-            layout=layout,
-            offsets=offsets,
-            partial_rows=self.partial_rows,
-            complete=self.tree.square,
+            partial_rows=self.partial_rows, complete=self.tree.square,
             covered=self.problem.lengths is None and bool(self.plans),
-        )
+        )  # fmt: skip

@@ -1,24 +1,56 @@
-"""Launches of the portable kernels over a launch plan. The Hopper backend uses those that only add partial results."""
+"""Launches of the portable kernels over a launch plan, and of the kernel that computes delta; memory for results.
+
+The Hopper backend uses the latter two, and the launches that only add partial results.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.gpu.configs import TritonConfig, padded
-from dilated_attention_pytorch.backends.gpu.kernels.backward import dkv_kernel, dq_kernel
+from dilated_attention_pytorch.backends.gpu.kernels.backward import delta_kernel, dkv_kernel, dq_kernel
 from dilated_attention_pytorch.backends.gpu.kernels.forward import forward_kernel
-from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch
+from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch_one
 from dilated_attention_pytorch.backends.gpu.launch_plan import SUM_ROWS, LaunchPlan
 from dilated_attention_pytorch.plan import dropout
+from dilated_attention_pytorch.values import Inputs, Saved
 
 LOG2_E = math.log2(math.e)
 # Of each tensor that is read. The last stride is 1.
 Strides = tuple[tuple[int, ...], ...]
+_DELTA_ROWS = 64  # of a program that computes delta
+
+
+@dataclass(frozen=True, slots=True)
+class TritonConfig:
+    """Rows of queries and keys per block, warps per program, depth of the load pipeline."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    # How float32 is multiplied if PyTorch's precision is "highest". "tf32x3" computes a product as three TF32 products on
+    # tensor cores, with errors like those of float32. "ieee" uses no tensor cores.
+    float32: str = "tf32x3"
+
+
+@dataclass(frozen=True, slots=True)
+class TritonConfigs:
+    """One configuration per kernel."""
+
+    forward: TritonConfig
+    dq: TritonConfig
+    dkv: TritonConfig
+
+
+def padded(head_dim: int) -> int:
+    """The head size of a block: a power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 # For launches that only add partial results.
@@ -56,15 +88,10 @@ def keep_numbers(dropout_p: float) -> tuple[int, float]:
 def tile_constants(head_dim: int, exact: bool, config: TritonConfig, step: int) -> dict[str, Any]:
     """The constants of kernels for rows that are ``step`` elements apart."""
     return {
-        "D": head_dim,
-        "BLOCK_D": padded(head_dim),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "WIDE": step * max(config.block_m, config.block_n) >= 2**31,
-        "PRECISION": config.float32 if exact else "tf32",
-        "num_warps": config.warps,
-        "num_stages": config.stages,
-    }
+        "D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "WIDE": step * max(config.block_m, config.block_n) >= 2**31, "PRECISION": config.float32 if exact else "tf32",
+        "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
 
 
 def _launches(
@@ -105,3 +132,67 @@ def dkv_launches(plan: LaunchPlan, how: TileOptions) -> tuple[KernelLaunch, ...]
     """Over query, key, value, dout, lse, delta, partial dk and dv, dk, dv, seed and positions."""
     numbers = plan.problem.queries, plan.problem.keys, *_sizes(plan), how.scale * LOG2_E, how.scale
     return _launches(dkv_kernel, plan, how, numbers)
+
+
+class RowStatistics(NamedTuple):
+    """One number per query row and head, (B, H, N) float32, or what is made of such numbers."""
+
+    lse: Tensor
+    delta: Tensor  # dout . out - dlse
+    shifts: Tensor | None = None  # (B, H, N, 16) bfloat16: both as the Hopper kernels read them, see hopper/kernels/dkv.py
+
+
+def row_statistics(saved: Saved, shifts: Tensor | None = None, inverse_scale: float = 0.0) -> RowStatistics:
+    """lse and delta; ``shifts`` are written if they are given, see ``delta_kernel``."""
+    out, lse, dout, dlse = saved
+    batch, n, heads, d = out.shape
+    delta = torch.empty((batch, heads, n), dtype=torch.float32, device=out.device)
+    if out.numel():
+        words = delta if shifts is None else shifts.view(torch.int32)
+        tensors = dout, out, delta if dlse is None else dlse.contiguous(), lse, delta, words
+        numbers = (*dout.stride()[:3], batch * n * heads, n, heads, inverse_scale)
+        has = {"HAS_DLSE": dlse is not None, "HAS_SHIFTS": shifts is not None}
+        constants = {"D": d, "BLOCK_D": padded(d), "BLOCK": _DELTA_ROWS, **has}
+        launch_one(delta_kernel, -(-batch * n * heads // _DELTA_ROWS), tensors, numbers, constants)
+    return RowStatistics(lse, delta, shifts)
+
+
+def result_buffer(like: Tensor, covered: bool, given: Tensor | None = None) -> Tensor:
+    """The given tensor, or one in the shape and type of ``like``; 0 unless kernels write every row (``covered``)."""
+    if given is not None:
+        return given
+    make = torch.empty if covered else torch.zeros
+    return make(like.shape, dtype=like.dtype, device=like.device)
+
+
+def lse_buffer(query: Tensor, covered: bool) -> Tensor:
+    """lse (B, H, N) in float32; -inf unless kernels write every row (``covered``)."""
+    batch, n, heads, _ = query.shape
+    lse = torch.empty((batch, heads, n), dtype=torch.float32, device=query.device)
+    return lse if covered else lse.fill_(-torch.inf)
+
+
+def _partial_buffer(like: Tensor, plan: LaunchPlan, fill: float, *width: int) -> Tensor:
+    """Partial results in float32, rows of ``width`` elements; filled if some of the rows are not written."""
+    partial = torch.empty((plan.partial_rows, *width), dtype=torch.float32, device=like.device)
+    return partial if plan.complete else partial.fill_(fill)
+
+
+def forward_buffers(query: Tensor, plan: LaunchPlan, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Partial results of out and of lse (base 2), out, which may be given, and lse: what a forward writes."""
+    partial = _partial_buffer(query, plan, 0.0, query.shape[-1]), _partial_buffer(query, plan, -torch.inf)
+    return *partial, result_buffer(query, plan.covered, out), lse_buffer(query, plan.covered)
+
+
+def dq_buffers(query: Tensor, plan: LaunchPlan, grads: Inputs | None) -> tuple[Tensor, Tensor]:
+    """Partial results of dq, and dq, which may be given."""
+    return _partial_buffer(query, plan, 0.0, query.shape[-1]), result_buffer(query, plan.covered, grads and grads.query)
+
+
+def dkv_buffers(
+    key: Tensor, value: Tensor, plan: LaunchPlan, grads: Inputs | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Partial results of dk and of dv, dk and dv, which may be given."""
+    partial = _partial_buffer(key, plan, 0.0, key.shape[-1]), _partial_buffer(value, plan, 0.0, value.shape[-1])
+    dk = result_buffer(key, plan.covered, grads and grads.key)
+    return *partial, dk, result_buffer(value, plan.covered, grads and grads.value)

@@ -28,9 +28,7 @@ def _cut(length: int, ranges: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(length * i // ranges for i in range(ranges + 1))]
 
 
-def shares_of(
-    samples: Sequence[range], head_rows: Sequence[int], key_heads: int, most_rows: int
-) -> list[list[BatchSlice]]:  # fmt: skip
+def shares_of(samples: Sequence[range], head_rows: Sequence[int], key_heads: int, most_rows: int) -> list[list[BatchSlice]]:
     """The batch in few shares, each of at most ``most_rows`` rows, or of one key head that has more.
 
     ``samples`` and ``head_rows`` have an entry for each sequence: its samples, and the rows of one key head of one sample.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from types import ModuleType
 
 import torch
 
-from dilated_attention_pytorch.backends.gpu.backend import TableBackend, TableKernels
+from dilated_attention_pytorch.backends.gpu.backend import TableBackend
 from dilated_attention_pytorch.backends.request import ORDER_REASON, Request
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -43,15 +44,11 @@ class HopperBackend(TableBackend):
             reasons.append("Hopper kernels over blocks take as many queries as keys")
         return reasons
 
-    def kernels(self, *, dilated: bool) -> TableKernels:
+    def kernels(self, *, dilated: bool) -> ModuleType:
         """The kernels over launch tables, or over block lists."""
-        if dilated:
-            from dilated_attention_pytorch.backends.hopper import run  # imports triton
+        from dilated_attention_pytorch.backends.hopper import block_run, run  # they import triton
 
-            return run
-        from dilated_attention_pytorch.backends.hopper import block_run
-
-        return block_run
+        return run if dilated else block_run
 
 
 HOPPER = HopperBackend()

@@ -15,14 +15,11 @@ import torch
 import triton
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.gpu import statistics
-from dilated_attention_pytorch.backends.gpu.configs import padded
-from dilated_attention_pytorch.backends.gpu.launch import launch_one
-from dilated_attention_pytorch.backends.gpu.portable import Strides
-from dilated_attention_pytorch.backends.gpu.statistics import RowStatistics
+from dilated_attention_pytorch.backends.gpu import portable
+from dilated_attention_pytorch.backends.gpu.portable import RowStatistics, Strides, padded
 from dilated_attention_pytorch.backends.hopper.configs import HopperConfig
 from dilated_attention_pytorch.execute.loop import positive_scale
-from dilated_attention_pytorch.values import Results, Upstream
+from dilated_attention_pytorch.values import Saved
 
 # Per thread at the start, without and with a third group of warps: 12 or 16 warps share 65,536. Groups then exchange some.
 START_REGISTERS = 168, 128
@@ -71,15 +68,6 @@ def with_scratch(call: Callable[[], None], programs: int, device: torch.device) 
     contextvars.copy_context().run(inside)
 
 
-def launch_persistent(
-    kernel: Any, items: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], constants: dict[str, Any]
-) -> None:
-    """Launch at most one program for each multiprocessor; the programs share the items."""
-    if items:
-        programs = min(items, multiprocessors(tensors[0].device))
-        with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, constants), programs, tensors[0].device)
-
-
 def constants(config: HopperConfig, head_dim: int) -> dict[str, Any]:
     """The constants of all Hopper kernels."""
     fixed = {"D": head_dim, "BLOCK_D": padded(head_dim), "STAGES": config.stages, "HELD": config.held}
@@ -106,7 +94,7 @@ def scaled_query(query: Tensor, scale: float) -> tuple[Tensor, float]:
     return query, scale
 
 
-def row_statistics(results: Results, upstream: Upstream, scale: float) -> RowStatistics:
+def row_statistics(saved: Saved, scale: float) -> RowStatistics:
     """lse, delta, and both as (B, H, N, 16) bfloat16 shifts (kernels/dkv.py)."""
-    shifts = torch.empty((*results.lse.shape, 16), dtype=torch.bfloat16, device=results.lse.device)
-    return statistics.row_statistics(results, upstream, shifts, 1 / nonzero_scale(scale))
+    shifts = torch.empty((*saved.lse.shape, 16), dtype=torch.bfloat16, device=saved.lse.device)
+    return portable.row_statistics(saved, shifts, 1 / nonzero_scale(scale))

@@ -12,12 +12,17 @@ import triton
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu import portable
-from dilated_attention_pytorch.backends.gpu.buffers import dkv_buffers, dq_buffers, forward_buffers
-from dilated_attention_pytorch.backends.gpu.configs import padded
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch
 from dilated_attention_pytorch.backends.gpu.launch_plan import Launch, LaunchPlan, find_launch_plan
-from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, SUM, Strides, TileOptions, row_strides
-from dilated_attention_pytorch.backends.gpu.statistics import RowStatistics
+from dilated_attention_pytorch.backends.gpu.portable import (
+    LOG2_E,
+    SUM,
+    RowStatistics,
+    Strides,
+    TileOptions,
+    padded,
+    row_strides,
+)
 from dilated_attention_pytorch.backends.hopper import persistent
 from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, HopperConfig, configs, joint_config
 from dilated_attention_pytorch.backends.hopper.kernels.common import PART_FACTS, in_fours
@@ -27,7 +32,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.forward import forward_ke
 from dilated_attention_pytorch.backends.hopper.kernels.joint import joint_kernel
 from dilated_attention_pytorch.backends.hopper.persistent import GradientInputs, aligned, nonzero_scale
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 # Kernels that add partial results have room in shared memory for the layout entries of this many, or of a larger power of 2.
 LEAST_PARTIALS = 8
@@ -69,13 +74,9 @@ def _constants(how: ItemOptions, one: Launch) -> dict[str, Any]:
 
 
 def _launches(
-    kernel: Any,
-    sums: Callable[[LaunchPlan, TileOptions], tuple[KernelLaunch, ...]],
-    plan: LaunchPlan,
-    how: ItemOptions,
-    numbers: tuple[float, ...],
-    **mode: Any,
-) -> _Launches:
+    kernel: Any, sums: Callable[[LaunchPlan, TileOptions], tuple[KernelLaunch, ...]], plan: LaunchPlan,
+    how: ItemOptions, numbers: tuple[float, ...], **mode: Any,
+) -> _Launches:  # fmt: skip
     """The launches that attend, and those that only add partial results, which are ``sums`` of the portable kernels."""
     launches: list[tuple[bool, KernelLaunch]] = []
     adding = sums(plan, TileOptions(how.head_dim, how.strides, SUM, in_fours=in_fours(how.head_dim)))
@@ -107,18 +108,11 @@ def _dq_launches(plan: LaunchPlan, how: ItemOptions) -> _Launches:
     return _launches(dq_kernel, portable.dq_launches, plan, how, numbers, BLOCK_N=how.config.block)
 
 
-def _by_key_launches(kernel: Any, plan: LaunchPlan, how: ItemOptions, **mode: Any) -> _Launches:
+def _dkv_launches(plan: LaunchPlan, how: ItemOptions, joint: bool) -> _Launches:
     sizes = plan.problem.queries, plan.problem.keys, *_heads(plan)
     numbers = (*sizes, nonzero_scale(how.scale) * LOG2_E, how.scale)
-    return _launches(kernel, portable.dkv_launches, plan, how, numbers, BLOCK_M=how.config.block, **mode)
-
-
-def _dkv_launches(plan: LaunchPlan, how: ItemOptions) -> _Launches:
-    return _by_key_launches(dkv_kernel, plan, how, OVERLAP=how.config.overlap)
-
-
-def _joint_launches(plan: LaunchPlan, how: ItemOptions) -> _Launches:
-    return _by_key_launches(joint_kernel, plan, how)
+    mode = {"BLOCK_M": how.config.block} | ({} if joint else {"OVERLAP": how.config.overlap})
+    return _launches(joint_kernel if joint else dkv_kernel, portable.dkv_launches, plan, how, numbers, **mode)
 
 
 def _launch(launches: _Launches, tensors: tuple[Tensor, ...], adding: tuple[Tensor, ...]) -> None:
@@ -143,7 +137,7 @@ def forward(
     query, scale = persistent.scaled_query(inputs.query, options.scale)
     query, key, value = aligned(query), aligned(inputs.key), aligned(inputs.value)
     plan, d = _plan(problem, query, by_keys=False), query.shape[-1]
-    *partial, out, lse = forward_buffers(query, plan, out)
+    *partial, out, lse = portable.forward_buffers(query, plan, out)
     strides = query.stride(), key.stride(), value.stride()
     how = ItemOptions(d, strides, config or configs(d).forward, scale)
     tensors = (query, key, value, *partial, out, lse)
@@ -153,12 +147,12 @@ def forward(
 
 def dq(
     problem: Problem, read: GradientInputs, statistics: RowStatistics, scale: float,
-    result: Tensor | None = None, config: HopperConfig | None = None,
+    grads: Inputs | None = None, config: HopperConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the queries, written to ``result`` if that is given."""
+    """The gradient of the queries, written to ``grads`` if these are given."""
     lse, delta, _ = statistics
     plan, d = _plan(problem, read.query, by_keys=False), read.query.shape[-1]
-    tensors = (*read, lse, delta, *dq_buffers(read.query, plan, result))
+    tensors = (*read, lse, delta, *portable.dq_buffers(read.query, plan, grads))
     how = ItemOptions(d, read.strides, config or configs(d).dq, scale)
     _launch(plan.once(_dq_launches, how), tensors, (*tensors, lse, lse))
     return tensors[-1]
@@ -166,13 +160,15 @@ def dq(
 
 def dkv(
     problem: Problem, read: GradientInputs, shifts: Tensor, scale: float,
-    results: tuple[Tensor, Tensor] | None = None, config: HopperConfig | None = None,
+    grads: Inputs | None = None, config: HopperConfig | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of keys and values, written to ``results`` if these are given."""
+    """The gradients of keys and values, written to ``grads`` if these are given."""
     plan, d = _plan(problem, read.query, by_keys=True), read.query.shape[-1]
-    buffers = dkv_buffers(read.key, read.value, plan, results)
+    buffers = portable.dkv_buffers(read.key, read.value, plan, grads)
     how = ItemOptions(d, read.strides, config or configs(d).dkv, scale)
-    _launch(plan.once(_dkv_launches, how), (*read, shifts, *buffers), (*read, shifts, shifts, *buffers, shifts, shifts))
+    _launch(
+        plan.once(_dkv_launches, how, False), (*read, shifts, *buffers), (*read, shifts, shifts, *buffers, shifts, shifts)
+    )
     return buffers[-2:]
 
 
@@ -182,13 +178,13 @@ def joint(
     """All gradients by one kernel, written to ``grads`` if these are given."""
     query = read.query
     plan = _plan(problem, query, by_keys=True, separate=True)
-    launches = plan.once(_joint_launches, ItemOptions(query.shape[-1], read.strides, config, scale))
+    launches = plan.once(_dkv_launches, ItemOptions(query.shape[-1], read.strides, config, scale), True)
     sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     rows = -(-query.shape[:3].numel() // 4) * 4  # the second view is aligned then, so that one kernel is compiled for all
     counters = torch.zeros(rows + launches.attending, dtype=torch.int32, device=query.device)
 
     def by_key() -> tuple[Tensor, Tensor]:
-        buffers = dkv_buffers(read.key, read.value, plan, None if grads is None else (grads.key, grads.value))
+        buffers = portable.dkv_buffers(read.key, read.value, plan, grads)
         tensors = (*read, shifts, *buffers, sums, counters, counters[rows:])
         _launch(launches, tensors, (*read, shifts, shifts, *buffers, shifts, shifts))
         return buffers[-2:]
@@ -198,14 +194,11 @@ def joint(
     return Inputs(torch.mul(sums, scale, out=dq), dk, dv)
 
 
-def backward(
-    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, grads: Inputs | None = None
-) -> Inputs:
+def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, grads: Inputs | None = None) -> Inputs:
     """The gradients of a dilated problem, see ``TableBackend.backward``."""
-    statistics = persistent.row_statistics(results, upstream, options.scale)
-    read, shifts, scale = GradientInputs(*map(aligned, (*inputs, upstream.dout))), statistics.shifts, options.scale
+    statistics = persistent.row_statistics(saved, options.scale)
+    read, shifts, scale = GradientInputs(*map(aligned, (*inputs, saved.dout))), statistics.shifts, options.scale
     assert shifts is not None
     if config := joint_config(problem, read.query.shape[-1]):
         return joint(problem, read, shifts, scale, config, grads)
-    by_query, by_key = (None, None) if grads is None else (grads.query, (grads.key, grads.value))
-    return Inputs(dq(problem, read, statistics, scale, by_query), *dkv(problem, read, shifts, scale, by_key))
+    return Inputs(dq(problem, read, statistics, scale, grads), *dkv(problem, read, shifts, scale, grads))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from types import ModuleType
 
 import torch
 
-from dilated_attention_pytorch.backends.gpu.backend import TableBackend, TableKernels
+from dilated_attention_pytorch.backends.gpu.backend import TableBackend
 from dilated_attention_pytorch.backends.request import ORDER_REASON, Request
 
 MAX_HEAD_DIM = 256
@@ -38,15 +39,11 @@ class TritonBackend(TableBackend):
             reasons.append(ORDER_REASON)
         return reasons
 
-    def kernels(self, *, dilated: bool) -> TableKernels:
+    def kernels(self, *, dilated: bool) -> ModuleType:
         """The kernels over launch tables, or over block lists."""
-        if dilated:
-            from dilated_attention_pytorch.backends.triton import run  # imports triton
+        from dilated_attention_pytorch.backends.triton import block_run, run  # they import triton
 
-            return run
-        from dilated_attention_pytorch.backends.triton import block_run
-
-        return block_run
+        return run if dilated else block_run
 
 
 TRITON = TritonBackend()

@@ -8,17 +8,14 @@ from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
-from dilated_attention_pytorch.backends.gpu.buffers import lse_buffer, result_buffer
-from dilated_attention_pytorch.backends.gpu.configs import TritonConfig, TritonConfigs
 from dilated_attention_pytorch.backends.gpu.kernels.block_backward import block_dkv_kernel, block_dq_kernel
 from dilated_attention_pytorch.backends.gpu.kernels.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.gpu.launch import launch_one
-from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, row_strides
-from dilated_attention_pytorch.backends.gpu.statistics import row_statistics
+from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, TritonConfig, TritonConfigs, row_statistics, row_strides
 from dilated_attention_pytorch.backends.triton.configs import block_configs
 from dilated_attention_pytorch.backends.triton.run import capability
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 
 def _configs(x: Tensor, block_size: int) -> TritonConfigs:
@@ -34,14 +31,9 @@ def _constants(problem: Problem, read: tuple[Tensor, ...], config: TritonConfig,
 
 
 def _launch(
-    kernel: Any,
-    table: BlockTable,
-    programs: int,
-    tensors: tuple[Tensor, ...],
-    numbers: tuple[float, ...],
-    constants: dict[str, Any],
-    options: Options,
-) -> None:
+    kernel: Any, table: BlockTable, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...],
+    constants: dict[str, Any], options: Options,
+) -> None:  # fmt: skip
     """One launch of ``programs`` programs for each row of the table."""
     rows = table.rows.shape[0]
     if rows * programs:
@@ -55,7 +47,7 @@ def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | No
     query, size, scale = inputs.query, problem.blocks.block_size, options.scale
     config, (n, heads) = _configs(query, size).forward, query.shape[1:3]
     table = find_block_tables(problem, query.device, options.chosen).for_queries(options.chosen)
-    out, lse = result_buffer(query, table.covered) if out is None else out, lse_buffer(query, table.covered)
+    out, lse = portable.result_buffer(query, table.covered, out), portable.lse_buffer(query, table.covered)
     strides = row_strides(x.stride() for x in inputs)
     numbers = (*strides, n, heads, problem.heads_per_key, abs(scale) * LOG2_E)
     constants = _constants(problem, inputs, config, options) | {"NEGATIVE": scale < 0}
@@ -64,26 +56,24 @@ def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | No
     return Results(out, lse)
 
 
-def backward(
-    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, grads: Inputs | None = None
-) -> Inputs:
+def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, grads: Inputs | None = None) -> Inputs:
     """The gradients of a block-sparse problem, see ``TableBackend.backward``."""
     (query, key, value), size, scale = inputs, problem.blocks.block_size, options.scale
     configs, (n, heads), (m, key_heads) = _configs(query, size), query.shape[1:3], key.shape[1:3]
-    tables, read = find_block_tables(problem, query.device, options.chosen), (*inputs, upstream.dout)
-    lse, delta, _ = row_statistics(results, upstream)
+    tables, read = find_block_tables(problem, query.device, options.chosen), (*inputs, saved.dout)
+    lse, delta, _ = row_statistics(saved)
     tensors, strides = (*read, lse, delta), row_strides(x.stride() for x in read)
     factors = problem.heads_per_key, scale * LOG2_E, scale
 
     table = tables.for_queries(options.chosen)
-    dq = result_buffer(query, table.covered) if grads is None else grads.query
+    dq = portable.result_buffer(query, table.covered, grads and grads.query)
     numbers: tuple[float, ...] = (*strides, n, heads, *factors)
     constants, programs = _constants(problem, read, configs.dq, options), size // configs.dq.block_m * heads
     _launch(block_dq_kernel, table, programs, (*tensors, dq), numbers, constants, options)
 
     table = tables.for_keys(options.chosen)
-    dk = result_buffer(key, table.covered) if grads is None else grads.key
-    dv = result_buffer(value, table.covered) if grads is None else grads.value
+    dk = portable.result_buffer(key, table.covered, grads and grads.key)
+    dv = portable.result_buffer(value, table.covered, grads and grads.value)
     numbers = (*strides, n, m, heads, key_heads, *factors)
     constants, programs = _constants(problem, read, configs.dkv, options), size // configs.dkv.block_n * key_heads
     _launch(block_dkv_kernel, table, programs, (*tensors, dk, dv), numbers, constants, options)

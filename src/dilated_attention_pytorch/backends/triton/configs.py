@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from dilated_attention_pytorch.backends.gpu.configs import TritonConfig, TritonConfigs, padded
+from dilated_attention_pytorch.backends.gpu.portable import TritonConfig, TritonConfigs, padded
 
 _Values = tuple[int, int, int, int] | tuple[int, int, int, int, str]
 

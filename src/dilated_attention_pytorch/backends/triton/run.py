@@ -6,15 +6,12 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu import portable
-from dilated_attention_pytorch.backends.gpu.buffers import dkv_buffers, dq_buffers, forward_buffers
-from dilated_attention_pytorch.backends.gpu.configs import TritonConfig, TritonConfigs
 from dilated_attention_pytorch.backends.gpu.launch import launch
 from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
-from dilated_attention_pytorch.backends.gpu.portable import Strides, TileOptions, exact_products
-from dilated_attention_pytorch.backends.gpu.statistics import row_statistics
+from dilated_attention_pytorch.backends.gpu.portable import Strides, TileOptions, TritonConfig, TritonConfigs
 from dilated_attention_pytorch.backends.triton.configs import configs
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.values import Inputs, Options, Results, Upstream
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 
 def capability(x: Tensor) -> tuple[int, int]:
@@ -29,7 +26,7 @@ def _configs(x: Tensor) -> TritonConfigs:
 def _tile_options(query: Tensor, strides: Strides, config: TritonConfig, options: Options) -> TileOptions:
     dropout_p = 0.0 if options.dropout is None else options.dropout.p
     ordered = options.positions is not None
-    return TileOptions(query.shape[-1], strides, config, options.scale, dropout_p, ordered, exact_products(query))
+    return TileOptions(query.shape[-1], strides, config, options.scale, dropout_p, ordered, portable.exact_products(query))
 
 
 def _seed_and_positions(options: Options, unused: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,34 +40,32 @@ def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | No
     query, key, value = inputs
     config = _configs(query).forward
     plan = find_launch_plan(problem, block=config.block_m, by_keys=False, head_dim=query.shape[-1], device=query.device)
-    *partial, out, lse = forward_buffers(query, plan, out)
+    *partial, out, lse = portable.forward_buffers(query, plan, out)
     how = _tile_options(query, (query.stride(), key.stride(), value.stride()), config, options)
     tensors = (query, key, value, *partial, out, lse, *_seed_and_positions(options, lse))
     launch(plan.once(portable.forward_launches, how), tensors)
     return Results(out, lse)
 
 
-def backward(
-    problem: Problem, inputs: Inputs, results: Results, upstream: Upstream, options: Options, grads: Inputs | None = None
-) -> Inputs:
+def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, grads: Inputs | None = None) -> Inputs:
     """The gradients of a dilated problem, see ``TableBackend.backward``."""
-    (query, key, value), dout = inputs, upstream.dout
+    (query, key, value), dout = inputs, saved.dout
     chosen, d, device = _configs(query), query.shape[-1], query.device
-    lse, delta, _ = row_statistics(results, upstream)
+    lse, delta, _ = portable.row_statistics(saved)
     read = query, key, value, dout, lse, delta
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     optional = _seed_and_positions(options, lse)
 
     def by_query() -> Tensor:
         plan = find_launch_plan(problem, block=chosen.dq.block_m, by_keys=False, head_dim=d, device=device)
-        buffers = dq_buffers(query, plan, None if grads is None else grads.query)
+        buffers = portable.dq_buffers(query, plan, grads)
         how = _tile_options(query, strides, chosen.dq, options)
         launch(plan.once(portable.dq_launches, how), (*read, *buffers, *optional))
         return buffers[-1]
 
     def by_key() -> tuple[Tensor, ...]:
         plan = find_launch_plan(problem, block=chosen.dkv.block_n, by_keys=True, head_dim=d, device=device)
-        buffers = dkv_buffers(key, value, plan, None if grads is None else (grads.key, grads.value))
+        buffers = portable.dkv_buffers(key, value, plan, grads)
         how = _tile_options(query, strides, chosen.dkv, options)
         launch(plan.once(portable.dkv_launches, how), (*read, *buffers, *optional))
         return buffers[-2:]

@@ -1,10 +1,10 @@
-"""Names for the columns of tables, as in ``tl.load(row + FAMILY_Q_START)``. ``gpu/columns.py`` explains them."""
+"""Names for the columns of tables, as in ``tl.load(row + FAMILY_Q_START)``. ``gpu/tables.py`` explains them."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
-from dilated_attention_pytorch.backends.gpu.columns import BLOCK_COLUMNS, FAMILY_COLUMNS, LAYOUT_COLUMNS
+from dilated_attention_pytorch.backends.gpu.tables import BLOCK_COLUMNS, FAMILY_COLUMNS, LAYOUT_COLUMNS
 
 FAMILY_WIDTH, LAYOUT_WIDTH, BLOCK_WIDTH = (tl.constexpr(len(x)) for x in (FAMILY_COLUMNS, LAYOUT_COLUMNS, BLOCK_COLUMNS))
 

@@ -1,6 +1,14 @@
-"""The columns of the tables that kernels read, in their order. ``kernels/columns.py`` has the names for kernels."""
+"""What launch tables and block tables have in common: the names of columns, and how long they live.
+
+``kernels/columns.py`` has the names of columns for kernels.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
 
 # One row of a launch table is a family of tiles, see launch_plan.py. Starts are rows of tensors. A row of the result plus
 # ``to_position`` is its position. ``own_segment`` and ``own_number`` are those of the first row of the family, counted from
@@ -16,3 +24,19 @@ LAYOUT_COLUMNS = ("base", "segments", "capacity", "w", "r", "first_segment", "fi
 # blocks of the sequence. ``q_row`` and ``k_row`` are the rows of the tensors at position 0. The first query is at position
 # ``q_first``, so ``q_row`` may be negative.
 BLOCK_COLUMNS = ("sample", "number", "q_row", "q_first", "k_row", "sequence_length", "first_list", "list_step")
+# Owners of the tables that captured graphs read when they are replayed. They live as long as the process.
+_CAPTURED: list[object] = []
+
+
+def keep_for_device(owner: object, tensors: Iterable[Tensor]) -> None:
+    """Note that the current stream reads these tensors of ``owner``; those that are not on a GPU are skipped."""
+    # The indices of an adaptive pattern are a meta tensor: each call has its own.
+    tensors = [tensor for tensor in tensors if tensor.device.type == "cuda"]
+    if not tensors:
+        return
+    # Tables may leave the cache while the GPU still reads them, on another stream than they were made on.
+    stream = torch.cuda.current_stream(tensors[0].device)
+    for tensor in tensors:
+        tensor.record_stream(stream)
+    if torch.cuda.is_current_stream_capturing() and not any(owner is captured for captured in _CAPTURED):
+        _CAPTURED.append(owner)
