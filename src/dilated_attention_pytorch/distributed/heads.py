@@ -83,8 +83,8 @@ def _swap(to_heads: bool, wire: Wire, shards: Shards, key_heads: int, tensors: t
         result = x.new_empty((x.shape[0], shape[0], shape[1] * per_key, *x.shape[3:]))
         results.append(result)
         for p in range(world):
-            chunks = (slice(chunk.start, chunk.stop) for chunk in shards.chunks[p])
-            sent = x[:, :, heads[p]] if to_heads else torch.cat([x[:, rows] for rows in chunks], 1)
+            chunks = shards.chunks[p]
+            sent = x[:, :, heads[p]] if to_heads else torch.cat([x[:, c.start : c.stop] for c in chunks], 1)
             if p == rank:
                 arrivals.append((result, p, heads, sent))
                 continue

@@ -123,8 +123,8 @@ def _fraction(ratio: float) -> Fraction:
 
 @lru_cache(maxsize=32)
 def _pattern(config: DistributedSparseConfig, shards: Shards, node_size: int, token_bytes: int | None) -> BlockSparse:
-    lists = (_lists(config, shards, node_size, token_bytes, is_causal) for is_causal in (False, True))
-    return BlockSparse(None, config.block_size, *lists)
+    plain, causal = (_lists(config, shards, node_size, token_bytes, is_causal) for is_causal in (False, True))
+    return BlockSparse(None, config.block_size, plain, causal)
 
 
 @dataclass(frozen=True, slots=True)
