@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dilated_attention_pytorch.call import Call
-from dilated_attention_pytorch.distributed import heads
+from dilated_attention_pytorch.distributed.heads import received_bytes, why_not_heads
 from dilated_attention_pytorch.distributed.messages import RankPlan
 from dilated_attention_pytorch.shards import Shards
 
@@ -32,7 +32,7 @@ def costs_of(call: Call, plan: RankPlan, shards: Shards) -> Costs:
         bytes=_most_bytes(plan, shards.world_size, call.head_dim, element_size),
         messages=len(plan.ticks),
         shard_bytes=2 * shards.longest * (call.heads + call.key_heads) * call.batch * call.head_dim * element_size,
-        ulysses_bytes=None if heads.why_not(call, shards) else heads.received_bytes(call, shards),
+        ulysses_bytes=None if why_not_heads(call, shards) else received_bytes(call, shards),
     )
 
 

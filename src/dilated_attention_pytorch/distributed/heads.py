@@ -23,7 +23,7 @@ from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Inputs
 
 
-def why_not(call: Call, shards: Shards) -> list[str]:
+def why_not_heads(call: Call, shards: Shards) -> list[str]:
     """The reasons why heads cannot be exchanged."""
     reasons, pattern, sharding = [], call.pattern, sharding_of(call)
     length, world = shards.length, shards.world_size
@@ -104,7 +104,7 @@ def _swap(to_heads: bool, wire: Wire, shards: Shards, key_heads: int, tensors: t
     return tuple(results)
 
 
-def attend(call: Call, inputs: Inputs, shards: Shards, wire: Wire) -> tuple[Tensor, Tensor | None]:
+def exchange_heads(call: Call, inputs: Inputs, shards: Shards, wire: Wire) -> tuple[Tensor, Tensor | None]:
     """``(out, lse (B, H, n))`` of this rank's rows; lse only if the call returns it."""
 
     def swap(to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -11,13 +11,21 @@ from torch import Tensor
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import AttentionOptions, Call, Sharding, check_no_forward_derivative, make_call
-from dilated_attention_pytorch.distributed import heads, own_rows
 from dilated_attention_pytorch.distributed.adaptive import adaptive_sequences
 from dilated_attention_pytorch.distributed.agreement import agree, agree_once, arguments_of, reporting
 from dilated_attention_pytorch.distributed.cost import choose_transport, costs_of
 from dilated_attention_pytorch.distributed.executor import RankCall, RingAttention
+from dilated_attention_pytorch.distributed.heads import exchange_heads, why_not_heads
 from dilated_attention_pytorch.distributed.messages import RankPlan
-from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, is_detached, sharding_of, whole_problem
+from dilated_attention_pytorch.distributed.own_rows import (
+    FusedStep,
+    OwnRows,
+    fused_backend,
+    is_detached,
+    sharding_of,
+    stock_backend,
+    whole_problem,
+)
 from dilated_attention_pytorch.distributed.rank_plans import block_plan, dilated_plan, static_block_plan
 from dilated_attention_pytorch.distributed.schedules import default_bucket_size
 from dilated_attention_pytorch.distributed.wire import Wire, resolve_group
@@ -43,8 +51,8 @@ def sharded_attention(
         check_no_forward_derivative(inputs)
         _check_rows(call, group)
         request = Request.of(call)
-        kernel = backends.stock_kernel(own_rows.stock_backend(call.backend, request), request)
-        fused = own_rows.fused_backend(call, request)
+        kernel = backends.stock_kernel(stock_backend(call.backend, request), request)
+        fused = fused_backend(call, request)
         wire = Wire(group, call.device)
     inputs = inputs.rows_contiguous()
     shards, seed = _agree(call, inputs, group)
@@ -54,7 +62,7 @@ def sharded_attention(
     plan = _plan(call, problem, shards, inputs, wire)
     transport = _transport(call, plan, shards)
     if transport == "ulysses":
-        return heads.attend(call, inputs, shards, wire)
+        return exchange_heads(call, inputs, shards, wire)
     branches = [problem.of_branch(i) for i in range(len(problem.dilated.branches))] if is_detached(call) else []
     rank_call = RankCall(
         plan=plan,
@@ -153,7 +161,7 @@ def _transport(call: Call, plan: RankPlan, shards: Shards) -> str:
     transport = sharding_of(call).transport
     if transport == "auto":  # for an adaptive pattern, no rank knows how much the others receive
         return "ring" if _is_adaptive(call) else choose_transport(costs_of(call, plan, shards))
-    reasons = heads.why_not(call, shards) if transport == "ulysses" else []
+    reasons = why_not_heads(call, shards) if transport == "ulysses" else []
     if reasons:
         raise ValueError("heads cannot be exchanged (transport='ulysses'):\n" + "\n".join(f"  {x}" for x in reasons))
     return transport

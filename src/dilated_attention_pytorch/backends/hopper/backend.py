@@ -23,12 +23,12 @@ class HopperBackend(TableBackend):
 
     def why_not(self, request: Request) -> list[str]:
         """The reasons why the kernels cannot serve a request."""
-        if request.device != "cuda":
-            return [f"Hopper kernels run on CUDA tensors, got {request.device}"]
         reasons = []
+        if request.device != "cuda":
+            reasons.append(f"Hopper kernels run on CUDA tensors, got {request.device}")
         if importlib.util.find_spec("triton") is None:
             reasons.append("the package triton is not installed; it comes with PyTorch for CUDA on Linux")
-        if request.capability[0] != 9:
+        if request.device == "cuda" and request.capability[0] != 9:
             reasons.append(f"Hopper kernels need compute capability 9.0, this GPU has {request.capability}")
         if request.dtype not in DTYPES:
             reasons.append(f"Hopper kernels take {', '.join(map(str, DTYPES))}, got {request.dtype}")
