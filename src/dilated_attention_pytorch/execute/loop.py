@@ -148,16 +148,15 @@ def _add_gradients_of_call_(call: TileCall, inputs: Inputs, rows: RowGradients, 
     call.add_keys_(sums.key, dk)
     call.add_keys_(sums.value, dv)
     if rows.dlse_bnh is not None:
-        dq, dk = _lse_gradients(call, (q, k, lse), call.queries(rows.dlse_bnh), how)
+        dq, dk = _lse_gradients(call, q, k, lse, call.queries(rows.dlse_bnh), how)
         call.add_queries_(sums.query, dq)
         call.add_keys_(sums.key, dk)
 
 
 def _lse_gradients(
-    call: TileCall, rows: tuple[Tensor, Tensor, Tensor], dlse: Tensor, how: StockCalls
+    call: TileCall, q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, how: StockCalls
 ) -> tuple[Tensor, Tensor]:
     """``(dq, dk)`` of tiles through lse, ``ds = p * dlse``: the gradient with values 0 and a delta of ``-dlse``."""
-    q, k, lse = rows
     unit, minus_dlse, zeros = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(k)
     unit[..., 0] = 1.0
     size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny)  # half precision could not hold it

@@ -54,10 +54,9 @@ class StridedTiles:
         rows = shared_rows((*inputs, *others, *(self.positions or ())))
         (batch, _, heads, head_dim), key_heads = inputs.query.shape, inputs.key.shape[2]
         for family in self.plan.families:
+            budget = max(1, limit // (family.q_rows * head_dim))
             for samples, units in _unit_runs(family, batch, rows):
-                yield from self._family_calls(
-                    family, heads // key_heads, limit // (family.q_rows * head_dim), samples, units
-                )
+                yield from self._family_calls(family, heads // key_heads, budget, samples, units)
 
     def _family_calls(
         self, family: TileFamily, heads_per_key: int, budget: int, samples: range, units: range
@@ -66,7 +65,6 @@ class StridedTiles:
         heads = range(len(family.key_heads))
         # A call takes equally many query and key heads: one key head with its query heads, or one query head of each.
         splits = [range(heads_per_key)] if len(heads) == 1 else [range(j, j + 1) for j in range(heads_per_key)]
-        budget = max(1, budget)
         for members in splits:
             for call_heads in _split(heads, min(len(heads), budget)):
                 most_units = min(_MAX_UNITS, max(1, budget // (len(call_heads) * len(members))))

@@ -130,10 +130,9 @@ class BlockTables:
 
     def _transposed(self, numbers: _ListNumbers, indices: Tensor) -> BlockTable:
         _, entries = entries_of(numbers.counts, numbers.starts, self.entries)
-        columns, readers = (
-            x.repeat_interleave(numbers.counts, output_size=self.entries) for x in (numbers.columns, numbers.readers)
-        )
-        columns = columns.add_(indices.index_select(0, entries))
+        columns = numbers.columns.repeat_interleave(numbers.counts, output_size=self.entries)
+        readers = numbers.readers.repeat_interleave(numbers.counts, output_size=self.entries)
+        columns.add_(indices.index_select(0, entries))
         counts, starts, indices = transposed_entries(columns, readers, self.transposed_lists)
         rows = _longest_first(numbers.key_rows, counts, self.heads)
         return BlockTable(rows, counts.to(torch.int32), starts, indices, self.keys_covered)

@@ -112,8 +112,7 @@ def _launches(
 
 def _sizes(plan: LaunchPlan) -> tuple[int, ...]:
     problem = plan.problem
-    heads = problem.heads, problem.key_heads, problem.heads_per_key
-    return *heads, plan.bundles, problem.keys - problem.queries
+    return problem.heads, problem.key_heads, problem.heads_per_key, plan.bundles, problem.keys - problem.queries
 
 
 def forward_launches(plan: LaunchPlan, how: TileOptions) -> tuple[KernelLaunch, ...]:
@@ -189,10 +188,8 @@ def dq_buffers(query: Tensor, plan: LaunchPlan, grads: Inputs | None) -> tuple[T
     return _partial_buffer(query, plan, 0.0, query.shape[-1]), result_buffer(query, plan.covered, grads and grads.query)
 
 
-def dkv_buffers(
-    key: Tensor, value: Tensor, plan: LaunchPlan, grads: Inputs | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def dkv_buffers(k: Tensor, v: Tensor, plan: LaunchPlan, grads: Inputs | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Partial results of dk and of dv, dk and dv, which may be given."""
-    partial = _partial_buffer(key, plan, 0.0, key.shape[-1]), _partial_buffer(value, plan, 0.0, value.shape[-1])
-    dk = result_buffer(key, plan.covered, grads and grads.key)
-    return *partial, dk, result_buffer(value, plan.covered, grads and grads.value)
+    partial = _partial_buffer(k, plan, 0.0, k.shape[-1]), _partial_buffer(v, plan, 0.0, v.shape[-1])
+    dk = result_buffer(k, plan.covered, grads and grads.key)
+    return *partial, dk, result_buffer(v, plan.covered, grads and grads.value)

@@ -46,8 +46,6 @@ TABLE = {
     96: HopperConfigs(HopperConfig(128, 3, 0), HopperConfig(64, 5, 1), HopperConfig(64, 4, 1)),
     128: HopperConfigs(HopperConfig(128, 3, 0), HopperConfig(64, 5, 1), HopperConfig(64, 4, 0)),
 }
-
-
 _BY_HEAD_DIM = {d: next(TABLE[size] for size in TABLE if size >= d) for d in range(1, max(TABLE) + 1)}
 
 

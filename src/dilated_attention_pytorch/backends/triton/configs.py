@@ -38,10 +38,7 @@ _OTHER = {
     (4, 256): _configs((16, 16, 4, 1, "ieee"), (16, 16, 4, 1, "ieee"), (16, 16, 4, 1, "ieee")),
 }
 # Over block lists, for blocks of 128. Other GPUs have the table above.
-_HOPPER_BLOCKS = _HOPPER | {
-    (2, 64): _configs((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
-    (2, 128): _configs((128, 64, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
-}
+_HOPPER_BLOCKS = _HOPPER | {(2, 128): _configs((128, 64, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2))}
 
 
 def configs(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> TritonConfigs:
