@@ -131,7 +131,7 @@ CASES: dict[int, list[BlockCase]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "number", "case"), by_world(CASES, quick=(2, 0)))
+@pytest.mark.parametrize(("world", "number", "case"), by_world(CASES))
 def test_rows_are_those_of_one_device(on_ranks, world, number, case):
     """In the default group, and in a group whose ranks have other numbers there."""
     on_ranks(world, check_case, case, number, spare=number % 2)
