@@ -272,6 +272,7 @@ def check_failure(group, act, message: str) -> None:
             attention(*local, PATTERN, group=Sharding(group, bucket_size=1, transport="ring"))
         assert raised.value.__cause__ is not None
         assert "the call can be repeated" in str(raised.value)
+    dist.destroy_process_group()  # as the error asks; a rank that waits for this one notices it
 
 
 def test_a_rank_that_stalls(own_ranks):
@@ -295,6 +296,7 @@ def check_backward(group) -> None:
         RuntimeError, match=r"rank \d could not (send|receive) (gradients|keys and values) (to|from) rank \d"
     ):
         torch.autograd.grad(out.sum(), local)
+    dist.destroy_process_group()
 
 
 def test_a_rank_that_dies_before_the_backward(own_ranks):
