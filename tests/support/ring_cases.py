@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,8 +59,8 @@ class Case:
         plan = dilated_plan(Problem(self.pattern, self.is_causal, *sizes, **spans), shards, rank, 1000)
         if not sent:
             return sum(sequence.bytes(rank, 8, self.dtype.itemsize) for sequence in plan.sequences)
-        rows = sum(sequence.batch * t.rows for sequence in plan.sequences for t in sequence.schedule.sends(rank))
-        return rows * 2 * self.key_heads * 8 * self.dtype.itemsize
+        shapes = (sequence.shape(t.rows) for sequence in plan.sequences for t in sequence.schedule.sends(rank))
+        return sum(map(math.prod, shapes)) * 2 * 8 * self.dtype.itemsize
 
 
 class Received:

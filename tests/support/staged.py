@@ -43,10 +43,13 @@ def staged() -> Iterator[None]:
                 parcel.rows.fill_(torch.nan if parcel.rows.is_floating_point() else 99)
         return wait
 
+    def on_host(self, rows, *, copy):
+        return rows.clone() if copy else torch.empty_like(rows)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire.Wire, "__init__", init)
         patch.setattr(wire.Wire, "start", start)
-        patch.setattr(wire, "_pinned", torch.empty_like)
+        patch.setattr(wire.Wire, "_on_host", on_host)
         patch.setattr(wire, "_SMALL_MESSAGE", 0)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_stream", lambda device: Still())
