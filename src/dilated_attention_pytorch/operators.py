@@ -185,15 +185,17 @@ def _list_tensors(call: Call, inputs: Inputs) -> tuple[Tensor | None, Tensor | N
     return None, None, None
 
 
-def problem_and_options(call: Call, query: Tensor, key: Tensor) -> tuple[Problem, Options]:
+def problem_and_options(
+    call: Call, query: Tensor, key: Tensor, seed: Tensor | None = None
+) -> tuple[Problem, Options]:  # fmt: skip
     """The problem of a call and its options as backends read them, outside of an operator."""
-    arguments = OperatorArguments.of(call, Inputs(query, key, key), _drawn_seed(call), "")
+    arguments = OperatorArguments.of(call, Inputs(query, key, key), seed, "")
     return arguments.problem(query, key), arguments.options(query)
 
 
 def run(call: Call, inputs: Inputs, backend: Backend) -> Results:
     """Compute a call on one device; the rows of the inputs are in its order."""
     if backend is REFERENCE:
-        problem, options = problem_and_options(call, inputs.query, inputs.key)
+        problem, options = problem_and_options(call, inputs.query, inputs.key, _drawn_seed(call))
         return backend.forward(problem, inputs, options)
     return Results(*call_attend(*inputs, *OperatorArguments.of(call, inputs, _drawn_seed(call), backend.name)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oracle
-from dilated_attention_pytorch import Dilated, attention
+from dilated_attention_pytorch import Dilated, attention, explain
 from dilated_attention_pytorch.backends import eager
 from dilated_attention_pytorch.plan.dropout import mix, words
 from oracle import M32, plain_word
@@ -121,3 +121,11 @@ def test_fused_operators_refuse_with_the_reason():
     q, k, v = torch.randn(3, 1, 30, 2, 4).unbind(0)
     with pytest.raises(ValueError, match="sdpa: dropout is not supported"):
         attention(q, k, v, Dilated([8], [1]), dropout_p=0.5, backend="sdpa")
+
+
+def test_explain_draws_no_seed():
+    """Explaining a call leaves PyTorch's generator as it is."""
+    q = torch.randn(1, 40, 2, 8)
+    before = torch.get_rng_state()
+    explain(q, q, q, Dilated([16], [1]), dropout_p=0.5, world_size=2)
+    assert torch.equal(torch.get_rng_state(), before)

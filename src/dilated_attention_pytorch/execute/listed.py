@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.dtypes import accumulate_dtype
-from dilated_attention_pytorch.execute.strided import Positions, merge_
+from dilated_attention_pytorch.execute.merge import merge_
+from dilated_attention_pytorch.execute.strided import Positions
 from dilated_attention_pytorch.patterns.lists import BlockLists
 from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.values import Inputs

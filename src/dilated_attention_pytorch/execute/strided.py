@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.execute.merge import merge_
 from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.plan.tiles import Plan, TileFamily
 from dilated_attention_pytorch.values import Inputs
@@ -17,21 +18,6 @@ from dilated_attention_pytorch.values import Inputs
 _MAX_UNITS = 2**15
 # Original positions of query rows (B, N) and of key rows (B, M): a row sees the keys of no larger position.
 Positions = tuple[Tensor, Tensor]
-
-
-def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> None:
-    """Merge a partial result into ``(out, lse)`` in place; ``out`` has one more, last dimension than ``lse``.
-
-    Two partial softmaxes over disjoint sets of keys merge exactly: with ``a = sigmoid(lse2 - lse1)`` the result is
-    ``(out1 + a * (out2 - out1), logaddexp(lse1, lse2))``. The neutral element is ``(0, -inf)``.
-
-    >>> out, lse = torch.zeros(1, 2), torch.tensor([-torch.inf])
-    >>> merge_(out, lse, torch.tensor([[1.0, 2.0]]), torch.tensor([0.5])); out, lse
-    (tensor([[1., 2.]]), tensor([0.5000]))
-    """
-    weight = torch.sigmoid(partial_lse - lse).masked_fill_(partial_lse == -torch.inf, 0.0)
-    out.lerp_(partial_out.to(out.dtype), weight.to(out.dtype).unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, partial_lse))
 
 
 @dataclass(frozen=True, slots=True)
