@@ -213,7 +213,7 @@ def listed_sequences(problem: Problem, shards: Shards, rank: int) -> tuple[Liste
     rule, found = problem.blocks, []
     for span in problem.spans():
         blocks, within = -(-span.length // rule.block_size), shards.within(range(span.keys.start, span.keys.stop))
-        given = None if rule.given is None else rule.given.part(0, blocks)
+        given = None if rule.given is None else rule.given.cropped(0, blocks)
         for samples, heads, key_heads in sharing(problem, span, (1, 1) if given is None else given.counts.shape[:2]):
             source = None if given is None else given.of_samples(samples).of_heads(heads)
             by_rank = [

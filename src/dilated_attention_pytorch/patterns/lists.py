@@ -106,7 +106,7 @@ class BlockLists:
         """Drop the key blocks after the query block."""
         return self.below(self.first + torch.arange(self.query_blocks) + 1)
 
-    def part(self, first: int, key_blocks: int) -> BlockLists:
+    def cropped(self, first: int, key_blocks: int) -> BlockLists:
         """The lists of the query blocks ``first .. key_blocks - 1`` over the first ``key_blocks`` key blocks."""
         lists = self.rows(first, key_blocks)
         if key_blocks == self.key_blocks:

@@ -68,7 +68,7 @@ def lists_of(problem: Problem, chosen: Tensor | None, device: torch.device) -> l
     for span in problem.spans():
         first, blocks = _block_range(span, rule.block_size)
         if rule.given is not None:
-            lists = rule.given.part(first, blocks).of_samples(span.samples).to(device)
+            lists = rule.given.cropped(first, blocks).of_samples(span.samples).to(device)
         elif chosen is not None:
             lists = _chosen_lists(problem, chosen, span, row)
             row += blocks if problem.cu_seqlens is not None else 0

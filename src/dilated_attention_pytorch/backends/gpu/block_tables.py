@@ -40,7 +40,7 @@ class BlockTable:
 
     def to(self, device: torch.device) -> BlockTable:
         """The same table on a device. Indices that are a meta tensor stay so, because each call has its own."""
-        rows, counts, starts, indices = (x if x.is_meta else x.to(device) for x in self.tensors)
+        rows, counts, starts, indices = (x if x.is_meta else x.to(device, non_blocking=True) for x in self.tensors)
         return BlockTable(rows, counts, starts, indices, self.covered)
 
 

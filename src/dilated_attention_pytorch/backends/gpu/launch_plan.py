@@ -143,7 +143,7 @@ def _on_device(tables: list[Tensor], device: torch.device) -> tuple[Tensor, list
     memory = torch.zeros(starts[-1], dtype=torch.int64)
     for start, x in zip(starts, tables, strict=False):
         memory[start : start + x.numel()] = x.flatten()
-    memory = memory.to(device)
+    memory = memory.to(device, non_blocking=True)  # pageable memory is staged at once, without waiting for the GPU
     return memory, [memory[start : start + x.numel()].view(x.shape) for start, x in zip(starts, tables, strict=False)]
 
 
