@@ -22,7 +22,7 @@ from images import picture, wheel_version
 from torch import Tensor
 
 from dilated_attention_pytorch import Hilbert, Identity
-from dilated_attention_pytorch.orders.order import perimeters
+from dilated_attention_pytorch.orders.kinds import perimeters
 
 ROOT = Path(__file__).parent.parent
 SIDE = 1024

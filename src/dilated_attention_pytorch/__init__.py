@@ -12,7 +12,8 @@ from dilated_attention_pytorch.nn import (
     MultiheadDilatedAttention,
     RingDilatedAttention,
 )
-from dilated_attention_pytorch.orders.order import Hilbert, Identity, Order, Striped, ZigZag
+from dilated_attention_pytorch.orders.kinds import Hilbert, Identity, Striped, ZigZag
+from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse, SparsePatternConfig
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.patterns.tiers import DistributedSparseConfig

@@ -13,13 +13,14 @@ from dilated_attention_pytorch.backends.reference import REFERENCE
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import (
     AttentionOptions,
-    CallOptions,
     Sharding,
     as_sharding,
     check_no_forward_derivative,
     make_call,
 )
 from dilated_attention_pytorch.dtypes import INDEX_DTYPES
+from dilated_attention_pytorch.jagged import is_jagged, pack, unpack
+from dilated_attention_pytorch.lengths import Lengths
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -53,8 +54,8 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    lengths: Lengths | None = None,
+    cu_seqlens: Lengths | None = None,
     mixing_gradient: str = "exact",
     backend: str = "auto",
     return_lse: bool = False,
@@ -130,18 +131,20 @@ def attention(
     >>> order.unpermute(ordered).equal(attention(q, k, v, Dilated([256], [1]), is_causal=True, order=order))
     True
     """
-    options: CallOptions = {
+    options: AttentionOptions = {
         "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "seed": seed, "lengths": lengths,
-        "cu_seqlens": cu_seqlens, "mixing_gradient": mixing_gradient, "backend": backend, "return_lse": return_lse,
-        "order": order, "ordered": ordered, "group": group, "layout": layout,
+        "cu_seqlens": cu_seqlens, "mixing_gradient": mixing_gradient, "backend": backend, "order": order,
+        "ordered": ordered, "group": group, "layout": layout,
     }  # fmt: skip
+    if is_jagged(query, key, value):
+        return _jagged_attention(Inputs(query, key, value), pattern, options, return_lse)
     if group is not None:
         from dilated_attention_pytorch.distributed.ring import sharded_attention  # imports torch.distributed
 
         # It builds the call: a mistake of one rank is reported to the others.
-        out, sharded_lse = sharded_attention(query, key, value, pattern, **options)
+        out, sharded_lse = sharded_attention(query, key, value, pattern, return_lse=return_lse, **options)
         return (out, sharded_lse) if return_lse and sharded_lse is not None else out
-    call, inputs = make_call(query, key, value, pattern, **options)
+    call, inputs = make_call(query, key, value, pattern, return_lse=return_lse, **options)
     chosen = backends.choose(call.backend, Request.of(call))
     if chosen is not REFERENCE:
         check_no_forward_derivative(inputs)
@@ -151,6 +154,25 @@ def attention(
         out, lse = operators.run(call, Inputs(*map(order.permute, inputs)), chosen)
         out, lse = order.unpermute(out), order.unpermute(lse, dim=2) if return_lse else lse
     return (out, lse) if return_lse else out
+
+
+def _jagged_attention(
+    inputs: Inputs, pattern: Pattern, options: AttentionOptions, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """``attention`` of nested tensors: their sequences are packed documents."""
+    for name in ("lengths", "cu_seqlens", "group"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"nested tensors hold the lengths of their sequences and are not sharded, got {name}; pass dense tensors "
+                "x.values().unsqueeze(0) with cu_seqlens=x.offsets() instead"
+            )
+    packed, offsets = pack(**inputs._asdict())
+    options["cu_seqlens"] = offsets
+    result = attention(*Inputs(*packed), pattern, return_lse=return_lse, **options)
+    if isinstance(result, Tensor):
+        return unpack(result, offsets)
+    out, lse = result
+    return unpack(out, offsets), unpack(lse, offsets, dim=2)
 
 
 def dilated_attention(
@@ -192,7 +214,7 @@ def attention_weights(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    lengths: Tensor | None = None,
+    lengths: Lengths | None = None,
 ) -> Tensor:
     """The attention weights of chosen query rows, (B, H, rows, M), in memory proportional to the length.
 

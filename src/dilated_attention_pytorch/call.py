@@ -13,17 +13,22 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dilated_attention_pytorch.checks import (
+    as_bool,
+    as_number,
     check_index_vector,
     check_inputs,
     check_is_order,
-    check_number,
     check_order,
+    check_order_keeps,
     check_pattern,
     check_seed,
+    check_tensors,
     rows_in_order,
 )
 from dilated_attention_pytorch.dtypes import DTYPES
-from dilated_attention_pytorch.orders.order import Identity, Order
+from dilated_attention_pytorch.lengths import Lengths, index_tensor
+from dilated_attention_pytorch.orders.kinds import Identity
+from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.shards import Shards, check_layout
@@ -107,8 +112,8 @@ class AttentionOptions(TypedDict, total=False):
     scale: float | None
     dropout_p: float
     seed: int | Tensor | None
-    lengths: Tensor | None
-    cu_seqlens: Tensor | None
+    lengths: Lengths | None
+    cu_seqlens: Lengths | None
     mixing_gradient: str
     backend: str
     order: Order | None
@@ -185,10 +190,23 @@ def as_sharding(
             raise ValueError(f"layout is a field of Sharding: got layout={layout!r} beside {group!r}; pass it there")
         return group
     if group is not None:
+        _check_group(group)
         return Sharding(group, "contiguous" if layout is None else layout)
     if layout is not None and layout != "contiguous":
         raise ValueError(f"layout says how a sequence is sharded over a group: got layout={layout!r} without group")
     return None
+
+
+def _check_group(group: Any) -> None:
+    """Raise if this is not something over whose ranks a sequence can be sharded."""
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(group, ProcessGroup | DeviceMesh):
+        raise TypeError(
+            f"group must be a ProcessGroup, a DeviceMesh or a Sharding, got {group!r}; call "
+            "torch.distributed.init_process_group() first, on a rank that is a member"
+        )
 
 
 def check_backend(backend: str) -> None:
@@ -197,12 +215,15 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
 
 
-def check_options(options: AttentionOptions) -> None:
-    """Raise if an option that does not depend on tensors is not valid; modules check theirs at construction."""
-    check_number("scale", options.get("scale"))
-    check_number("dropout_p", options.get("dropout_p", 0.0))
-    if not 0.0 <= options.get("dropout_p", 0.0) < 1.0:
-        raise ValueError(f"dropout_p must satisfy 0 <= dropout_p < 1, got {options['dropout_p']}")
+def check_options(options: AttentionOptions) -> tuple[Sharding | None, bool]:
+    """Raise if an option that does not depend on tensors is not valid; modules check theirs at construction.
+
+    Return the sharding, and whether rows are in the order already.
+    """
+    as_number("scale", options.get("scale"))
+    dropout_p = as_number("dropout_p", options.get("dropout_p", 0.0))
+    if dropout_p is None or not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must satisfy 0 <= dropout_p < 1, got {dropout_p}")
     if options.get("mixing_gradient", "exact") not in MIXING_GRADIENTS:
         raise ValueError(f"mixing_gradient must be 'exact' or 'detached', got {options['mixing_gradient']!r}")
     check_backend(options.get("backend", "auto"))
@@ -211,7 +232,7 @@ def check_options(options: AttentionOptions) -> None:
         sharding.check()
     if order is not None:
         check_is_order(order)
-    rows_in_order(order, options.get("ordered"), sharding is not None)
+    return sharding, rows_in_order(order, options.get("ordered"), sharding is not None)
 
 
 def make_call(
@@ -219,24 +240,17 @@ def make_call(
 ) -> tuple[Call, Inputs]:
     """Check all arguments of ``attention``; return the call, and the tensors in the type that autocast asks for."""
     check_pattern(pattern)
+    check_tensors(query, key, value)
     inputs = _autocast(query, key, value)
     check_inputs(*inputs)
-    check_options(options)
+    sharding, in_order = check_options(options)
     (batch, queries, heads, head_dim), (_, keys, key_heads, _) = inputs.query.shape, inputs.key.shape
-    is_causal, scale, seed = options.get("is_causal", False), options.get("scale"), options.get("seed")
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}; other masks are not supported")
+    scale, seed, order = as_number("scale", options.get("scale")), options.get("seed"), options.get("order")
     check_seed(seed)
-    lengths, cu_seqlens, order = options.get("lengths"), options.get("cu_seqlens"), options.get("order")
-    _check_sequences(lengths, cu_seqlens, inputs)
-    sharding = as_sharding(options.get("group"), options.get("layout"))
+    lengths, cu_seqlens = _sequences(options.get("lengths"), options.get("cu_seqlens"), inputs)
     if order is not None:
-        if lengths is not None or cu_seqlens is not None:
-            raise ValueError(
-                "an order is of a whole sequence, so it excludes lengths and cu_seqlens; call once for each sequence, with "
-                "its own order"
-            )
         check_order(order, inputs, sharded=sharding is not None)
+        check_order_keeps(order, lengths, cu_seqlens)
     call = Call(
         pattern=pattern,
         batch=batch,
@@ -247,17 +261,17 @@ def make_call(
         head_dim=head_dim,
         dtype=inputs.query.dtype,
         device=inputs.query.device,
-        is_causal=is_causal,
+        is_causal=as_bool("is_causal", options.get("is_causal", False)),
         scale=head_dim**-0.5 if scale is None else float(scale),
-        dropout_p=options.get("dropout_p", 0.0),
+        dropout_p=as_number("dropout_p", options.get("dropout_p", 0.0)) or 0.0,
         seed=seed,
-        lengths=_on_host(lengths),
-        cu_seqlens=_on_host(cu_seqlens),
+        lengths=lengths,
+        cu_seqlens=cu_seqlens,
         mixing_gradient=options.get("mixing_gradient", "exact"),
         backend=options.get("backend", "auto"),
         return_lse=options.get("return_lse", False),
         order=order,
-        in_order=rows_in_order(order, options.get("ordered"), sharding is not None),
+        in_order=in_order,
         sharding=sharding,
     )
     _check_pattern_of_call(call)
@@ -300,21 +314,25 @@ def check_no_forward_derivative(inputs: Inputs) -> None:
         raise NotImplementedError("forward-mode derivatives need backend='reference' (short sequences)")
 
 
-def _check_sequences(lengths: Tensor | None, cu_seqlens: Tensor | None, inputs: Inputs) -> None:
+def _sequences(
+    lengths: Lengths | None, cu_seqlens: Lengths | None, inputs: Inputs
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Both as tensors on the host, checked but for their values."""
+    lengths, cu_seqlens = index_tensor("lengths", lengths), index_tensor("cu_seqlens", cu_seqlens)
     query, key = inputs.query, inputs.key
     check_index_vector("lengths", lengths, query.shape[0], query.device)
     check_index_vector("cu_seqlens", cu_seqlens, None, query.device)
-    if cu_seqlens is None:
-        return
-    if lengths is not None:
-        raise ValueError("lengths (padded samples) and cu_seqlens (packed documents) exclude one another; pass one")
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"cu_seqlens needs as many queries as keys, got {query.shape[1]} and {key.shape[1]}; decode one document at a "
-            "time instead"
-        )
-    if cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total, got {cu_seqlens.shape[0]}")
+    if cu_seqlens is not None:
+        if lengths is not None:
+            raise ValueError("lengths (padded samples) and cu_seqlens (packed documents) exclude one another; pass one")
+        if query.shape[1] != key.shape[1]:
+            raise ValueError(
+                f"cu_seqlens needs as many queries as keys, got {query.shape[1]} and {key.shape[1]}; decode one "
+                "document at a time instead"
+            )
+        if cu_seqlens.shape[0] < 2:
+            raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total, got {cu_seqlens.shape[0]}")
+    return _on_host(lengths), _on_host(cu_seqlens)
 
 
 def _on_host(x: Tensor | None) -> Tensor | None:
@@ -325,8 +343,6 @@ def _on_host(x: Tensor | None) -> Tensor | None:
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> Inputs:
     """What autocast does to the inputs of ``scaled_dot_product_attention``."""
     inputs = Inputs(query, key, value)
-    if not all(isinstance(x, Tensor) for x in inputs):
-        return inputs  # refused by the caller
     device = query.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return inputs

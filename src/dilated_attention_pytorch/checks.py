@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.dtypes import DTYPES, INDEX_DTYPES
+from dilated_attention_pytorch.lengths import few
+from dilated_attention_pytorch.orders.kinds import Identity
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.values import Inputs
 
 
-def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise if these are not tensors of attention."""
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise if these are not dense tensors of floating-point numbers."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout == torch.jagged:
+            raise TypeError(
+                f"{name} is a jagged nested tensor: attention and modules take one if query, key and value all are, on one "
+                "device; elsewhere pass x.values().unsqueeze(0) and cu_seqlens=x.offsets()"
+            )
+        if x.layout != torch.strided or x.is_nested:
+            kind, way_out = ("nested with strides", "x.to_padded_tensor(0.0), or torch.nested with layout=torch.jagged")
+            if not x.is_nested:
+                kind, way_out = str(x.layout), "x.to_dense()"
+            raise TypeError(f"{name} must be a dense tensor, got one that is {kind}; use {way_out}")
+        if x.dtype not in DTYPES:
+            known = ", ".join(map(str, DTYPES))
+            raise TypeError(f"{name} must have one of the dtypes {known}, got {x.dtype}; convert it with .to()")
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise if these are not tensors of attention."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(
                 f"{name} must be (batch, sequence, heads, head size), got {x.dim()} dimensions: {tuple(x.shape)}"
@@ -28,8 +49,6 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise TypeError(
             f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; use .to()"
         )
-    if query.dtype not in DTYPES:
-        raise TypeError(f"the dtype must be one of {', '.join(map(str, DTYPES))}, got {query.dtype}; convert with .to()")
     if not query.device == key.device == value.device:
         raise ValueError(f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}")
     if key.shape != value.shape:
@@ -60,13 +79,27 @@ def check_pattern(pattern: Any) -> None:
         )
 
 
-def check_number(name: str, value: Any) -> None:
-    """Raise if this is not a finite number or None."""
-    if isinstance(value, Tensor) or not isinstance(value, float | int | None):
+def as_number(name: str, value: Any) -> float | None:
+    """A finite number as Python's own float or int; None stays None. NumPy's numbers are accepted."""
+    if isinstance(value, Tensor) or not isinstance(value, Real | None):
         hint = "; multiply the query by a learned scale instead" if name == "scale" else ""
         raise TypeError(f"{name} must be a number, got {type(value).__name__}{hint}")
-    if value is not None and not abs(value) < math.inf:  # a comparison, which compilers trace for symbolic numbers
+    if value is None:
+        return None
+    number: float = value if isinstance(value, float | int) else float(value)  # type: ignore[unreachable]
+    if not abs(number) < math.inf:  # a comparison, which compilers trace for symbolic numbers
         raise ValueError(f"{name} must be finite, got {value}")
+    return number
+
+
+def as_bool(name: str, value: Any) -> bool:
+    """True or False, also from NumPy's own."""
+    if isinstance(value, bool):
+        return value
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise TypeError(f"{name} must be True or False, got {got}; other masks are not supported")
 
 
 def check_seed(seed: Any) -> None:
@@ -78,12 +111,10 @@ def check_seed(seed: Any) -> None:
         raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
 
 
-def check_index_vector(name: str, x: Any, entries: int | None, device: torch.device) -> None:
+def check_index_vector(name: str, x: Tensor | None, entries: int | None, device: torch.device) -> None:
     """Raise if this is not a vector of integers, with one entry per sample if ``entries`` is the batch size."""
     if x is None:
         return
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor of integers, got {type(x).__name__}; use torch.tensor({name})")
     if x.dtype not in INDEX_DTYPES or x.dim() != 1:
         hint = "; the lengths of a mask are mask.sum(-1)" if x.dtype == torch.bool else ""
         raise ValueError(f"{name} must be one-dimensional int32 or int64, got {x.dim()} dimensions of {x.dtype}{hint}")
@@ -113,6 +144,27 @@ def rows_in_order(order: Order | None, ordered: bool | None, sharded: bool) -> b
             "order once, by shard_sequence(x, group, order=order), and leave out ordered=False"
         )
     return sharded or bool(ordered)
+
+
+def check_order_keeps(order: Order, lengths: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Raise if the order moves rows between the samples or documents that these tensors on the host describe."""
+    if isinstance(order, Identity):
+        return
+    for name, kept, given in (("lengths", order.lengths, lengths), ("cu_seqlens", order.cu_seqlens, cu_seqlens)):
+        if kept is None and given is not None:
+            raise ValueError(
+                f"this order moves rows over the whole sequence, but {name} says that samples or documents end inside; "
+                f"use order.within({name}={name}), Hilbert.coordinates(coords, lengths=...), Order.padded or Order.packed"
+            )
+        if kept is None:
+            continue
+        if given is None:
+            raise ValueError(f"the order keeps the padding or the documents of {name}={few(kept)}: pass them as {name}")
+        if torch.compiler.is_compiling():
+            same = given.shape[0] == len(kept) and (given == torch.tensor(kept, device="cpu")).all()
+            torch._assert_async(torch.as_tensor(same), f"the order was made for other {name}")
+        elif type(given) is Tensor and not given.is_meta and tuple(given.tolist()) != kept:  # fake tensors have no values
+            raise ValueError(f"the order was made for {name}={few(kept)}, got {few(given.tolist())}; make one for these")
 
 
 def check_order(order: Order, inputs: Inputs, *, sharded: bool) -> None:

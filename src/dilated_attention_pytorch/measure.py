@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,3 +59,15 @@ def peak_extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
         in_use += event.nbytes()
         peak = max(peak, in_use)
     return peak
+
+
+def device_memory(device: torch.device) -> int | None:
+    """The bytes of memory of a GPU, or those of the machine that this process may use; None where they are not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu" or not hasattr(os, "sysconf"):
+        return None
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
+    text = limit.read_text().strip() if limit.is_file() else ""
+    return min(memory, int(text)) if text.isdigit() else memory

@@ -17,11 +17,11 @@ from dilated_attention_pytorch.backends.request import Backend
 from dilated_attention_pytorch.call import Call
 from dilated_attention_pytorch.dispatch import define_operator, with_gradient
 from dilated_attention_pytorch.dtypes import accumulate_dtype
+from dilated_attention_pytorch.lengths import host_cu_seqlens, host_lengths
 from dilated_attention_pytorch.patterns.blocks import BlockSparse, SparsePatternConfig
 from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.plan.lists import choose, chosen_shape, find_rule
 from dilated_attention_pytorch.plan.problem import Problem, find_problem
-from dilated_attention_pytorch.plan.sequences import host_cu_seqlens, host_lengths
 from dilated_attention_pytorch.values import Inputs, Options, Results, Saved, rows_contiguous
 
 
@@ -56,7 +56,7 @@ class OperatorArguments(NamedTuple):
         (batch, n, heads, _), (m, key_heads) = query.shape, key.shape[1:3]
         lists = self.indices, self.starts, self.counts
         pattern = self.pattern if self.pattern.startswith("dilated|") else find_rule(self.pattern, lists, m)
-        host = host_lengths(self.lengths, m), host_cu_seqlens(self.cu_seqlens, m)
+        host = host_lengths(self.lengths, m, n), host_cu_seqlens(self.cu_seqlens, m)
         return find_problem(pattern, self.is_causal, batch, n, m, heads, key_heads, *host)
 
     def options(self, query: Tensor) -> Options:

@@ -20,7 +20,7 @@ from dilated_attention_pytorch import Hilbert, Order, Striped, ZigZag
 from dilated_attention_pytorch.cli import pictures
 from dilated_attention_pytorch.cli.app import app
 from dilated_attention_pytorch.cli.show import make_order, make_view
-from dilated_attention_pytorch.orders.order import perimeters
+from dilated_attention_pytorch.orders.kinds import perimeters
 
 
 def run(*arguments: object) -> Result:

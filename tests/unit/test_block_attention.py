@@ -101,34 +101,30 @@ def test_padded_samples_are_what_they_are_alone(backend, causal, kind):
     lengths = torch.tensor([75, 0, 41, 41])
     mask = torch.rand(5, 5) < 0.6
     pattern = BlockSparse.custom(mask, block_size=SIZE) if kind == "mask" else BlockSparse.from_config(config(kind))
-    for n in (75, 50):
-        inputs = random_inputs(4, n, 75, 4, 2, 4)
-        dout, dlse = torch.randn_like(inputs[0]), torch.randn(4, 4, n, dtype=torch.float64)
+    inputs = random_inputs(4, 75, 75, 4, 2, 4)
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(4, 4, 75, dtype=torch.float64)
 
-        def alone(q, k, v, n=n):
-            outs, lses = [], []
-            for b, length in enumerate(lengths.tolist()):
-                rows = max(0, length - (75 - n))
-                some = pattern
-                if kind == "mask":
-                    corner = mask[: -(-max(length, 1) // SIZE), : -(-max(length, 1) // SIZE)]
-                    some = BlockSparse.custom(corner, block_size=SIZE)
-                out, lse = torch.zeros_like(q[b : b + 1]), torch.full((1, 4, n), -torch.inf, dtype=q.dtype)
-                if rows:
-                    got = attention(
-                        q[b : b + 1, :rows], k[b : b + 1, :length], v[b : b + 1, :length], some, is_causal=causal,
-                        backend="reference", return_lse=True,
-                    )  # fmt: skip
-                    out, lse = torch.cat((got[0], out[:, rows:]), 1), torch.cat((got[1], lse[..., rows:]), 2)
-                outs.append(out)
-                lses.append(lse)
-            return torch.cat(outs), torch.cat(lses)
+    def alone(q, k, v):
+        outs, lses = [], []
+        for b, length in enumerate(lengths.tolist()):
+            own = pattern
+            if kind == "mask":
+                corner = mask[: -(-max(length, 1) // SIZE), : -(-max(length, 1) // SIZE)]
+                own = BlockSparse.custom(corner, block_size=SIZE)
+            out, lse = torch.zeros_like(q[b : b + 1]), torch.full((1, 4, 75), -torch.inf, dtype=q.dtype)
+            if length:
+                rows = (x[b : b + 1, :length] for x in (q, k, v))
+                got = attention(*rows, own, is_causal=causal, backend="reference", return_lse=True)
+                out, lse = torch.cat((got[0], out[:, length:]), 1), torch.cat((got[1], lse[..., length:]), 2)
+            outs.append(out)
+            lses.append(lse)
+        return torch.cat(outs), torch.cat(lses)
 
-        expected = with_grads(alone, inputs, dout, dlse)
-        call = lambda *x: attention(  # noqa: E731
-            *x, pattern, is_causal=causal, lengths=lengths, backend=backend, return_lse=True
-        )
-        assert_same(with_grads(call, inputs, dout, dlse), expected)
+    expected = with_grads(alone, inputs, dout, dlse)
+    call = lambda *x: attention(  # noqa: E731
+        *x, pattern, is_causal=causal, lengths=lengths, backend=backend, return_lse=True
+    )
+    assert_same(with_grads(call, inputs, dout, dlse), expected)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "adaptive"])
@@ -193,11 +189,11 @@ def test_strided_inputs():
 
 
 def test_weights_of_rows():
-    q, k, v = (x.detach() for x in random_inputs(2, 40, 75, 4, 2, 4))
+    q, k, v = (x.detach() for x in random_inputs(2, 75, 75, 4, 2, 4))
     lengths = torch.tensor([75, 50])
     for kind in ("hierarchical", "adaptive"):
         pattern = BlockSparse.from_config(config(kind))
-        rows = [0, 7, 39]
+        rows = [0, 7, 39, 60]
         weights = attention_weights(q, k, pattern, rows, is_causal=True, lengths=lengths)
         out = attention(q, k, v, pattern, is_causal=True, lengths=lengths)[:, rows]
         torch.testing.assert_close(torch.einsum("bhnm,bmhd->bnhd", weights, v.repeat_interleave(2, 2)), out)

@@ -267,8 +267,16 @@ def test_explain():
         ({"order": [1, 0]}, TypeError, "order must be an Order, got list; write Order.from_permutation(p)"),
         ({"order": Identity(21)}, ValueError, "the order is over 21 positions, got a sequence of 20"),
         ({"n": 5}, ValueError, "an order needs as many queries as keys, got 5 and 20; decode without an order"),
-        ({"lengths": torch.tensor([20, 3])}, ValueError, "it excludes lengths and cu_seqlens; call once for each"),
-        ({"cu_seqlens": torch.tensor([0, 20])}, ValueError, "it excludes lengths and cu_seqlens"),
+        (
+            {"lengths": torch.tensor([20, 3])},
+            ValueError,
+            "but lengths says that samples or documents end inside; use order.w",
+        ),
+        (
+            {"cu_seqlens": torch.tensor([0, 20])},
+            ValueError,
+            "use order.within(cu_seqlens=cu_seqlens), Hilbert.coordinates(",
+        ),
         ({"order": None, "ordered": True}, ValueError, "ordered=True says that rows are in an order already: pass that"),
         ({"ordered": 1}, TypeError, "ordered must be True, False or None, got 1; pass the order itself as order"),
         ({"order": random_order(20, 3)}, ValueError, "the order is for 3 samples, got a batch of 2"),

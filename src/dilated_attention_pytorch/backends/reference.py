@@ -104,7 +104,8 @@ def _attend(problem: Problem, span: Span, lists: BlockLists | None, inputs: Inpu
     dtype = inputs.query.dtype
     query, key, value = (x.to(accumulate_dtype(dtype)) for x in inputs)
     rows = torch.arange(m - n, m, device=query.device)
-    met = _meetings(problem, span, lists, rows, options.positions)
+    positions = None if options.positions is None else options.positions[span.key_rows]
+    met = _meetings(problem, span, lists, rows, positions)
     p, lse = _weights(query, key, met, options.scale)
     if options.detach_mixing or options.dropout is not None:
         dropout = options.dropout and options.dropout.at(span.samples.start, span.keys.start)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.orders.order import Hilbert, Identity, Order, Striped, ZigZag, perimeters
+from dilated_attention_pytorch.orders.kinds import Hilbert, Identity, Striped, ZigZag, perimeters
+from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.dilated import Dilated
 
 ORDERS = ("hilbert", "row-major", "zigzag", "striped")

@@ -24,7 +24,8 @@ from torch import Tensor
 import dilated_attention_pytorch
 from dilated_attention_pytorch.call import Call, Sharding
 from dilated_attention_pytorch.distributed.wire import backend_for, failure, resolve_group
-from dilated_attention_pytorch.orders.order import Identity, Order
+from dilated_attention_pytorch.orders.kinds import Identity
+from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.shards import Shards

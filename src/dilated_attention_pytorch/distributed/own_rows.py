@@ -15,10 +15,11 @@ from dilated_attention_pytorch.backends.gpu.backend import TableBackend
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import Call, Sharding, check_blocks_fit
 from dilated_attention_pytorch.execute.loop import RowGradients, Sums
+from dilated_attention_pytorch.lengths import host_cu_seqlens, host_lengths
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.problem import BlockRule, Problem, find_problem
-from dilated_attention_pytorch.plan.sequences import Span, host_cu_seqlens, host_lengths, spans
+from dilated_attention_pytorch.plan.sequences import Span, spans
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Inputs, Options, Saved

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.call import AttentionOptions, Call, Sharding, check_no_forward_derivative, make_call
+from dilated_attention_pytorch.call import Call, CallOptions, Sharding, check_no_forward_derivative, make_call
 from dilated_attention_pytorch.distributed.adaptive import adaptive_sequences
 from dilated_attention_pytorch.distributed.agreement import agree, agree_once, arguments_of, reporting
 from dilated_attention_pytorch.distributed.cost import choose_transport, costs_of
@@ -40,7 +40,7 @@ from dilated_attention_pytorch.values import Inputs, Options
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the exchange is not traced
 def sharded_attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Dilated | BlockSparse, **options: Unpack[AttentionOptions]
+    query: Tensor, key: Tensor, value: Tensor, pattern: Dilated | BlockSparse, **options: Unpack[CallOptions]
 ) -> tuple[Tensor, Tensor | None]:
     """``(out, lse)`` of this rank's rows, see ``attention``. Where heads are exchanged, lse is None unless asked for."""
     given, layout = options.get("group"), options.get("layout")

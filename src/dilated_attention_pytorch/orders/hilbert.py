@@ -112,6 +112,20 @@ def _blocks(shape: tuple[int, ...], bits: int, leaf_bits: int, device: Device) -
     return axes, corners + mirrored * ((1 << leaf_bits) - 1)
 
 
+def _leaf_bits(shape: tuple[int, ...]) -> int:
+    """The size of the cubes from which a grid is assembled: a compromise of few points outside, and few cubes."""
+    bits, shortest_bits = (max(shape) - 1).bit_length(), (min(shape) - 1).bit_length()
+    return min(bits, max(2, shortest_bits - 2))
+
+
+def grid_points(shape: tuple[int, ...]) -> int:
+    """The points that ``grid`` computes, those outside the grid included."""
+    if prod(shape) == 0:
+        return 0
+    side = 1 << _leaf_bits(shape)
+    return prod(-(-size // side) * side for size in shape)
+
+
 def grid(shape: tuple[int, ...], device: Device) -> Tensor:
     """The row-major numbers of the points of a grid, in the order of the curve of the enclosing cube.
 
@@ -120,8 +134,7 @@ def grid(shape: tuple[int, ...], device: Device) -> Tensor:
     """
     if prod(shape) == 0:
         return torch.empty(0, dtype=torch.int64, device=device)
-    bits, shortest_bits = (max(shape) - 1).bit_length(), (min(shape) - 1).bit_length()
-    leaf_bits = min(bits, max(2, shortest_bits - 2))  # a compromise: few points outside the grid, and few blocks
+    bits, leaf_bits = (max(shape) - 1).bit_length(), _leaf_bits(shape)
     axes, flips = _blocks(shape, bits, leaf_bits, device)
     small = cube(len(shape), leaf_bits, device)
     numbers = torch.zeros((len(axes), small.shape[1]), dtype=torch.int64, device=device)
@@ -178,10 +191,16 @@ def _line_of(on: Tensor, n: int) -> Tensor:
     return positions if n == side * side else positions[positions < n]
 
 
-def _order_of(coords: Tensor) -> Tensor:
-    return codes(*_cells(coords)).argsort(dim=-1, stable=True)
+def _order_of(coords: Tensor, lengths: Tensor | None = None) -> Tensor:
+    if lengths is None:
+        return codes(*_cells(coords)).argsort(dim=-1, stable=True)
+    padding = torch.arange(coords.shape[1], device=coords.device) >= lengths.unsqueeze(1)
+    # The first point stands for padding, so that it decides neither the bounding box nor the number of bits.
+    first = coords[:, :1].masked_fill((lengths == 0)[:, None, None], 0)
+    distance = codes(*_cells(torch.where(padding.unsqueeze(-1), first, coords)))
+    return distance.masked_fill(padding, torch.iinfo(torch.int64).max).argsort(dim=-1, stable=True)
 
 
 grid_of = define_operator("hilbert_grid", _grid_of, lambda on, shape: on.new_empty(prod(shape), dtype=torch.int64))
 line_of = define_operator("hilbert_line", _line_of, lambda on, n: on.new_empty(n, dtype=torch.int64))
-order_of = define_operator("hilbert_order", _order_of, lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64))
+order_of = define_operator("hilbert_order", _order_of, lambda x, lengths=None: x.new_empty(x.shape[:-1], dtype=torch.int64))

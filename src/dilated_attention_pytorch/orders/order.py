@@ -12,13 +12,19 @@ import copy
 import ctypes
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.orders import hilbert
+from dilated_attention_pytorch.lengths import Lengths, host_cu_seqlens, host_lengths, index_tensor
 from dilated_attention_pytorch.orders.hilbert import Device
+
+_FACTORIES = (
+    "an order is made by Hilbert.grid(height, width), Hilbert.coordinates(coords), Hilbert.line(n), ZigZag(n, world_size), "
+    "Striped(n, world_size), Identity(n) or Order.from_permutation(p)"
+)
 
 
 def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
@@ -59,6 +65,8 @@ def check_dim(x: Tensor, dim: int) -> None:
     """Raise if this is not a tensor with this dimension."""
     if not isinstance(x, Tensor):
         raise TypeError(f"the sequence must be a torch.Tensor, got {type(x).__name__}")
+    if not isinstance(dim, int):
+        raise TypeError(f"dim must be an integer, the dimension of the sequence, got {dim!r}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be one of the {x.dim()} dimensions of a tensor of shape {tuple(x.shape)}, got {dim}")
 
@@ -69,8 +77,13 @@ class Order:
     Orders are made by ``Hilbert.grid``, ``Hilbert.coordinates``, ``Hilbert.line``, ``Hilbert.segments``, ``ZigZag``,
     ``Striped``, ``Identity`` or ``Order.from_permutation``. Two orders are equal if their positions are equal.
 
+    Samples of different lengths and packed documents have orders that keep their rows together: ``Order.padded``,
+    ``Order.packed`` and ``Order.within`` make them. ``torch.save``, ``torch.load(weights_only=True)`` and workers of a
+    ``DataLoader`` handle orders like tensors.
+
     The example orders a grid of 2 rows and 3 columns along a Hilbert curve: down, right, up, right and down again.
 
+    >>> from dilated_attention_pytorch import Hilbert, Identity
     >>> order = Hilbert.grid(2, 3)
     >>> order.positions
     tensor([0, 3, 4, 1, 2, 5])
@@ -83,12 +96,12 @@ class Order:
     True
     """
 
-    def __init__(self, positions: Tensor, description: str, places: Tensor | None = None) -> None:
-        if not isinstance(positions, Tensor):
-            raise TypeError(
-                "an order is made by Hilbert.grid(height, width), ZigZag(n, world_size), Order.from_permutation(p) and so "
-                f"on, not by {type(self).__name__}({positions!r}, ...)"
-            )
+    def __init__(
+        self, *arguments: object, positions: Tensor | None = None, places: Tensor | None = None, description: str = ""
+    ) -> None:  # fmt: skip
+        """Used by the factories, which give a permutation ``positions`` and, where they have it, its inverse ``places``."""
+        if positions is None or arguments:
+            raise TypeError(f"{_FACTORIES}, not by {type(self).__name__}(...)")
         if places is None:
             every = torch.arange(positions.shape[-1], device=positions.device).expand(positions.shape)
             places = torch.empty_like(positions).scatter_(-1, positions, every)
@@ -97,6 +110,8 @@ class Order:
         # "{}" stands for the size. With the size itself, compilers would compile once for each size.
         self._description = description
         self._fingerprint: str | None = None
+        self._lengths: tuple[int, ...] | None = None
+        self._cu_seqlens: tuple[int, ...] | None = None
 
     @staticmethod
     def from_permutation(p: Tensor | Sequence[int], *, device: Device = None) -> Order:
@@ -105,7 +120,10 @@ class Order:
         >>> Order.from_permutation([2, 0, 1]).permute(torch.tensor([10, 11, 12]), dim=0)
         tensor([12, 10, 11])
         """
-        given = torch.as_tensor(p, device=device)
+        try:
+            given = torch.as_tensor(p, device=device)
+        except (TypeError, ValueError, RuntimeError):  # as PyTorch refuses None, strings and ragged lists
+            raise TypeError(f"a permutation is a tensor or a list of integers, got {p!r}") from None
         if given.numel() == 0:
             given = given.to(torch.int64)
         if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
@@ -122,7 +140,82 @@ class Order:
         if missing.any():
             example = int(missing.nonzero()[0, -1])
             raise ValueError(f"{rule}, got {int(missing.sum())} of them not at all, for example {example}; {hint}")
-        return Order(positions, "Order.from_permutation({})")
+        return Order(positions=positions, description="Order.from_permutation({})")
+
+    @staticmethod
+    def padded(orders: Sequence[Order]) -> Order:
+        """One order for each sample of a padded batch. The padding of a sample stays behind its own positions.
+
+        >>> order = Order.padded([Order.from_permutation([1, 0]), Order.from_permutation([2, 0, 1])])
+        >>> order.positions, order.lengths
+        (tensor([[1, 0, 2],
+                [2, 0, 1]]), (2, 3))
+        """
+        _check_single(orders)
+        lengths, device = tuple(map(len, orders)), orders[0].device
+        positions = torch.arange(max(lengths), device=device).repeat(len(orders), 1)
+        for row, order in zip(positions, orders, strict=True):
+            row[: len(order)] = order.positions
+        return Order(positions=positions, description="Order.padded({})")._bounded(lengths, None)
+
+    @staticmethod
+    def packed(orders: Sequence[Order]) -> Order:
+        """One order for each of several documents that follow one another in a sequence.
+
+        >>> order = Order.packed([Order.from_permutation([1, 0]), Order.from_permutation([2, 0, 1])])
+        >>> order.positions, order.cu_seqlens
+        (tensor([1, 0, 4, 2, 3]), (0, 2, 5))
+        """
+        _check_single(orders)
+        starts = tuple(accumulate(map(len, orders), initial=0))
+        positions = torch.cat([order.positions + start for order, start in zip(orders, starts, strict=False)])
+        return Order(positions=positions, description="Order.packed({})")._bounded(None, starts)
+
+    def within(self, *, lengths: Lengths | None = None, cu_seqlens: Lengths | None = None) -> Order:
+        """This order inside each sample or document: no position leaves its own, and padding stays behind.
+
+        ``lengths`` and ``cu_seqlens`` are those of ``attention``, which takes the result together with them. Values on a
+        GPU cost one device synchronisation.
+
+        >>> order = Order.from_permutation([4, 0, 3, 1, 2])
+        >>> order.within(lengths=[5, 3]).positions  # the second sample has the positions 0, 1 and 2
+        tensor([[4, 0, 3, 1, 2],
+                [0, 1, 2, 4, 3]])
+        >>> order.within(cu_seqlens=[0, 2, 5]).positions
+        tensor([0, 1, 4, 3, 2])
+        """
+        if (lengths is None) == (cu_seqlens is None):
+            raise ValueError("within takes either lengths (padded samples) or cu_seqlens (packed documents)")
+        n, positions = len(self), self._positions
+        bounded = (
+            host_lengths(index_tensor("lengths", lengths), n),
+            host_cu_seqlens(index_tensor("cu_seqlens", cu_seqlens), n),
+        )
+        if bounded[0] is not None:
+            if positions.dim() == 2 and positions.shape[0] != len(bounded[0]):
+                raise ValueError(f"the order is for {positions.shape[0]} samples, got {len(bounded[0])} lengths")
+            positions = positions.expand(len(bounded[0]), n)
+            sequence = positions >= torch.tensor(bounded[0], device=positions.device).unsqueeze(1)
+        else:
+            ends = torch.tensor(bounded[1], device=positions.device)
+            sequence = torch.searchsorted(ends, positions, right=True)
+        positions = positions.gather(-1, sequence.to(torch.int64).argsort(dim=-1, stable=True))
+        return Order(positions=positions, description=f"{self!r}.within(...)")._bounded(*bounded)
+
+    def _bounded(self, lengths: tuple[int, ...] | None, cu_seqlens: tuple[int, ...] | None) -> Self:
+        """Record the samples or documents whose rows this order keeps together."""
+        self._lengths, self._cu_seqlens = lengths, cu_seqlens
+        return self
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """The lengths of the samples whose padding stays behind; None for an order of whole sequences."""
+        return self._lengths
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...] | None:
+        """The boundaries of the documents that no position leaves; None for an order of whole sequences."""
+        return self._cu_seqlens
 
     @property
     def positions(self) -> Tensor:
@@ -142,11 +235,13 @@ class Order:
     @property
     def inverse(self) -> Order:
         """The order that undoes this one."""
-        return Order(self._places, f"{self!r}.inverse", self._positions)
+        inverse = Order(positions=self._places, places=self._positions, description=f"{self!r}.inverse")
+        return inverse._bounded(self._lengths, self._cu_seqlens)
 
     def then(self, other: Order) -> Order:
         """The order that applies this one, and then ``other`` to the ordered sequence.
 
+        >>> from dilated_attention_pytorch import Hilbert, Striped
         >>> Hilbert.grid(2, 2).then(Striped(4, 2)).positions  # entries 0, 2, 1 and 3 of the curve 0, 1, 3, 2
         tensor([0, 3, 1, 2])
         """
@@ -158,7 +253,9 @@ class Order:
         if a.device != b.device:
             raise ValueError(f"orders must be on one device, got {a.device} and {b.device}; use .to(device)")
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
-        return Order(a.gather(-1, b), f"{self!r}.then({other!r})")
+        result = Order(positions=a.gather(-1, b), description=f"{self!r}.then({other!r})")
+        same = (self._lengths, self._cu_seqlens) == (other._lengths, other._cu_seqlens)
+        return result._bounded(self._lengths, self._cu_seqlens) if same else result
 
     def permute(self, x: Tensor, dim: int = 1) -> Tensor:
         """Put the positions of ``x`` along ``dim`` in order. Both this and its gradient are gathers.
@@ -233,139 +330,6 @@ def _shape(positions: Tensor) -> str:
     return n if positions.dim() == 1 else f"{positions.shape[0]} samples of {n}"
 
 
-def _check_sizes(least: int = 0, **sizes: int) -> None:
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def _on(device: Device) -> Tensor:
-    """An empty tensor on the device of the order: the default device if None."""
-    return torch.empty(0, device=device)
-
-
-class Identity(Order):
-    """The order that moves no position."""
-
-    def __init__(self, n: int, *, device: Device = None) -> None:
-        _check_sizes(n=n)
-        super().__init__(torch.arange(n, device=device), f"Identity({n})")
-
-
-class ZigZag(Order):
-    """The rows of a zigzag layout, rank by rank: each rank has an early and a late range of the sequence.
-
-    >>> ZigZag(8, 2).positions  # rank 0: 0, 1, 6, 7
-    tensor([0, 1, 6, 7, 2, 3, 4, 5])
-    """
-
-    def __init__(self, n: int, world_size: int, *, device: Device = None) -> None:
-        _check_sizes(n=n)
-        _check_sizes(least=1, world_size=world_size)
-        start, stop, ranges = 0, n, []
-        for length in (n // world_size + (rank < n % world_size) for rank in range(world_size)):
-            early, late = start + (length + 1) // 2, stop - length // 2
-            ranges += [torch.arange(start, early, device=device), torch.arange(late, stop, device=device)]
-            start, stop = early, late
-        super().__init__(torch.cat(ranges), f"ZigZag({n}, {world_size})")
-
-
-class Striped(Order):
-    """Every ``world_size``-th position for each rank, rank by rank.
-
-    >>> Striped(7, 3).positions
-    tensor([0, 3, 6, 1, 4, 2, 5])
-    """
-
-    def __init__(self, n: int, world_size: int, *, device: Device = None) -> None:
-        _check_sizes(n=n)
-        _check_sizes(least=1, world_size=world_size)
-        stripes = [torch.arange(min(rank, n), n, world_size, device=device) for rank in range(world_size)]
-        super().__init__(torch.cat(stripes), f"Striped({n}, {world_size})")
-
-
-class Hilbert(Order):
-    """The positions along a Hilbert curve, so that consecutive positions are close in space.
-
-    >>> Hilbert.grid(4, 4).positions.tolist()
-    [0, 4, 5, 1, 2, 3, 7, 6, 10, 11, 15, 14, 13, 9, 8, 12]
-    """
-
-    @staticmethod
-    def grid(*shape: int, device: Device = None) -> Hilbert:
-        """The row-major positions of a grid ``(height, width)`` or ``(depth, height, width)`` of any sizes.
-
-        The curve is that of the enclosing cube whose side is a power of two, without the points outside the grid.
-        """
-        if len(shape) not in (2, 3):
-            raise ValueError(
-                f"a grid is (height, width) or (depth, height, width), got {len(shape)} sizes: {shape}; a tuple of them is "
-                "passed as Hilbert.grid(*shape)"
-            )
-        for name, size in zip(("depth", "height", "width")[-len(shape) :], shape, strict=True):
-            _check_sizes(**{name: size})
-            if size > hilbert.LONGEST_SIDE:
-                raise ValueError(f"{name} must be at most 2**31, got {size}; Hilbert.line(n) orders a sequence")
-        return Hilbert(hilbert.grid_of(_on(device), shape), f"Hilbert.grid{shape}")
-
-    @staticmethod
-    def line(n: int, *, device: Device = None) -> Hilbert:
-        """The sequence is written row by row into the smallest square that holds it, and read along the curve."""
-        _check_sizes(n=n)
-        return Hilbert(hilbert.line_of(_on(device), n), f"Hilbert.line({n})")
-
-    @staticmethod
-    def segments(n: int, length: int, *, device: Device = None) -> Hilbert:
-        """``Hilbert.line`` inside each segment of ``length`` positions. The last segment may be shorter.
-
-        >>> Hilbert.segments(6, 4).positions
-        tensor([0, 1, 3, 2, 4, 5])
-        """
-        _check_sizes(n=n)
-        _check_sizes(least=1, length=length)
-        whole, on = n // length, _on(device)
-        positions = whole * length + hilbert.line_of(on, n - whole * length)
-        if whole:  # no curve is made for a length larger than the sequence
-            starts = torch.arange(whole, device=device).unsqueeze(1) * length
-            positions = torch.cat(((starts + hilbert.line_of(on, length)).flatten(), positions))
-        return Hilbert(positions, f"Hilbert.segments({n}, {length})")
-
-    @staticmethod
-    def coordinates(coords: Tensor, *, device: Device = None) -> Hilbert:
-        """Points in space, (n, 2) or (n, 3), or (B, n, 2) or (B, n, 3) with an order for each sample.
-
-        Integer coordinates are cells of a grid whose side is the smallest power of two above the largest coordinate. All
-        points of a grid in row-major order give ``Hilbert.grid``. Floating-point coordinates are shifted and scaled by the
-        bounding box of the sample. Its longest side has the cells 0 to 2**21 - 1, and all axes have the same scale. Points
-        in one cell keep their relative order.
-
-        >>> Hilbert.coordinates(torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1], [0, 0]])).positions
-        tensor([0, 4, 2, 3, 1])
-        """
-        points = torch.as_tensor(coords, device=device).detach()
-        if points.dim() not in (2, 3) or points.shape[-1] not in (2, 3):
-            shapes = "(n, 2), (n, 3), (batch, n, 2) or (batch, n, 3)"
-            raise ValueError(f"coordinates must be {shapes}, got shape {tuple(points.shape)}")
-        if points.is_complex() or points.dtype == torch.bool:
-            raise TypeError(f"coordinates are integers or floating-point numbers, got {points.dtype}")
-        return Hilbert(hilbert.order_of(points), "Hilbert.coordinates({})")
-
-
-def perimeters(points: Tensor, segment_length: int) -> Tensor:
-    """The perimeter of the bounding box of each segment, in cells: (segments,). The cells (n, 2) are in order.
-
-    >>> row_by_row = torch.cartesian_prod(torch.arange(4), torch.arange(4))
-    >>> perimeters(row_by_row, 4)  # every segment is a row of 1 x 4
-    tensor([10, 10, 10, 10])
-    >>> perimeters(row_by_row, 7)  # the last one has two cells
-    tensor([12, 14,  6])
-    """
-    n = points.shape[0]
-    if n == 0:
-        return points.new_zeros(0)
-    segment_length = min(segment_length, n)
-    # Copies of the last point complete the last segment without enlarging its box.
-    whole = torch.cat((points, points[-1:].expand(-n % segment_length, -1))).view(-1, segment_length, 2)
-    return 2 * (whole.amax(1) - whole.amin(1) + 1).sum(-1)
+def _check_single(orders: Sequence[Order]) -> None:
+    if not orders or not all(isinstance(order, Order) and order.positions.dim() == 1 for order in orders):
+        raise ValueError("expected a list of orders, at least one, each over the positions of one sequence")

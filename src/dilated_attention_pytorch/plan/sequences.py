@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +61,3 @@ def spans(batch: int, n: int, m: int, lengths: Sequence[int] | None, cu_seqlens:
                 yield Span(samples, slice(0, rows), slice(0, length))
     elif batch and n:
         yield Span(every, slice(0, n), slice(0, m))
-
-
-def _few(values: list[int]) -> str:
-    return str(values) if len(values) <= 16 else f"{values[:16]} and {len(values) - 16} more"
-
-
-def host_lengths(lengths: Tensor | None, m: int) -> tuple[int, ...] | None:
-    """The lengths as integers, checked. Reading a tensor on a GPU synchronises with it."""
-    if lengths is None:
-        return None
-    values = [int(x) for x in lengths.tolist()]
-    if values and (min(values) < 0 or max(values) > m):
-        raise ValueError(f"lengths must lie between 0 and the {m} positions of key, got {_few(values)}")
-    return tuple(values)
-
-
-def host_cu_seqlens(cu_seqlens: Tensor | None, m: int) -> tuple[int, ...] | None:
-    """The document boundaries as integers, checked. Reading a tensor on a GPU synchronises with it."""
-    if cu_seqlens is None:
-        return None
-    values = [int(x) for x in cu_seqlens.tolist()]
-    if values != sorted(values) or values[0] != 0 or values[-1] != m:
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to the {m} positions of key (document d is rows cu_seqlens[d] to "
-            f"cu_seqlens[d + 1]), got {_few(values)}"
-        )
-    return tuple(values)
