@@ -190,14 +190,14 @@ def as_sharding(
             raise ValueError(f"layout is a field of Sharding: got layout={layout!r} beside {group!r}; pass it there")
         return group
     if group is not None:
-        _check_group(group)
+        check_group(group)
         return Sharding(group, "contiguous" if layout is None else layout)
     if layout is not None and layout != "contiguous":
         raise ValueError(f"layout says how a sequence is sharded over a group: got layout={layout!r} without group")
     return None
 
 
-def _check_group(group: Any) -> None:
+def check_group(group: Any) -> None:
     """Raise if this is not something over whose ranks a sequence can be sharded."""
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh

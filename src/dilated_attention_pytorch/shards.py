@@ -60,6 +60,8 @@ class Shards:
     @staticmethod
     def even(length: int, world_size: int, layout: str) -> Shards:
         """Shards of a sequence of this length. Their lengths differ by at most one row, and the longer ones come first."""
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ValueError(f"world_size must be an integer, at least 1, got {world_size!r}")
         return Shards.of([length // world_size + (p < length % world_size) for p in range(world_size)], layout)
 
     @property

@@ -64,3 +64,23 @@ def test_options(options):
         for backend in ("triton", "reference")
     ]
     assert_same(both[0], [x.double() for x in both[1]], 2e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["lengths", "cu_seqlens"])
+def test_several_sequences(kind, causal):
+    """Padded samples and packed documents, each with an order of its own."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    orders = [random_order(n, 0) for n in ((133, 70) if kind == "lengths" else (33, 0, 100))]
+    order = Order.padded(orders) if kind == "lengths" else Order.packed(orders)
+    inputs = random_inputs(2, 133, 4, 2, 16, torch.float32)
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(2, 4, 133)
+
+    def call(order, backend):
+        options = {"is_causal": causal, "order": order, kind: getattr(order, kind), "backend": backend}
+        return lambda *x: attention(*x, Dilated([50, 100], [1, 3]), **options, return_lse=True)
+
+    expected = with_grads(call(order, "reference"), [x.detach().double().requires_grad_() for x in inputs], dout, dlse)
+    there = [x.detach().to(device).requires_grad_() for x in inputs]
+    actual = with_grads(call(order.to(device), "triton"), there, dout.to(device), dlse.to(device))
+    assert_same([x.cpu() for x in actual], expected, 2e-5)

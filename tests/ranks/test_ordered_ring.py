@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import oracle
 from dilated_attention_pytorch import (
+    BlockSparse,
     Dilated,
     Hilbert,
     Identity,
@@ -18,6 +19,7 @@ from dilated_attention_pytorch import (
     Order,
     RingDilatedAttention,
     Sharding,
+    SparsePatternConfig,
     Striped,
     ZigZag,
     attention,
@@ -131,6 +133,35 @@ def check_case(group, case: Case, is_causal: bool) -> None:
 def test_rows_are_those_of_the_definition(on_ranks, world, number, case, is_causal):
     """In the default group, and in a group whose ranks have other numbers there."""
     on_ranks(world, check_case, case, is_causal, spare=number % 2)
+
+
+def check_sequences(group, kind: str, pattern: Dilated | BlockSparse, is_causal: bool) -> None:
+    """Padded samples or packed documents with orders of their own, next to one device."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(3)
+    orders = [scattered(length) for length in ((45, 20) if kind == "lengths" else (20, 0, 25))]
+    order = Order.padded(orders) if kind == "lengths" else Order.packed(orders)
+    inputs, dout, dlse = inputs_of(45, 4, 2), torch.randn(2, 45, 4, 4).double(), torch.randn(2, 4, 45).double()
+    options = {"is_causal": is_causal, "order": order, kind: getattr(order, kind), "return_lse": True}
+    expected = with_grads(lambda *x: attention(*x, pattern, **options, backend="reference"), inputs, dout, dlse)
+    shards = Shards.even(45, world, "zigzag")
+    rows = torch.arange(2)[:, None], order.positions[..., rows_of(shards, rank, torch.device("cpu"))].expand(2, -1)
+
+    def by_head(x):
+        return x.transpose(1, 2)[rows].transpose(1, 2)
+
+    call = lambda *x: attention(*x, pattern, **options, **sharded(group, layout="zigzag"))  # noqa: E731
+    actual = with_grads(call, [x.detach()[rows].requires_grad_() for x in inputs], dout[rows], by_head(dlse))
+    assert_same(actual, [by_head(x) if name == 1 else x[rows] for name, x in enumerate(expected)])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", ["lengths", "cu_seqlens"])
+@pytest.mark.parametrize(
+    "pattern", [WIDE, BlockSparse.from_config(SparsePatternConfig("hierarchical", 0.4, block_size=16))]
+)
+def test_several_sequences(on_ranks, kind, pattern, is_causal):
+    on_ranks(3, check_sequences, kind, pattern, is_causal)
 
 
 def check_options(group, make_order, options: dict[str, Any]) -> None:
@@ -273,7 +304,7 @@ def check_mistakes(group) -> None:
     refused(together.format(21) + "use shard_sequence", Hilbert.line(21))
     refused(together.format(4) + "these look like whole sequences, not shards; use", Hilbert.line(4))
     refused(together.format(21), Hilbert.line(21), layout=Shards.of([4] * world, "contiguous"))
-    refused("so it excludes lengths and cu_seqlens", Hilbert.line(n), lengths=torch.tensor([20, 3]))
+    refused("but lengths says that samples or documents end inside", Hilbert.line(n), lengths=torch.tensor([20, 3]))
     refused("no rank can move the rows of others: order once", Hilbert.line(n), ordered=False)
     refused("ordered=True says that rows are in an order already", None, ordered=True)
     refused("order must be an Order, got list", [0, 1], error=TypeError)

@@ -249,7 +249,7 @@ def test_without_a_group():
     ):
         with pytest.raises(error, match=match):
             RingDilatedAttention([4], [1], group=Sharding(None, **bad))
-    with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh, got 'all'"):
+    with pytest.raises(TypeError, match="group must be a ProcessGroup, a DeviceMesh or a Sharding, got 'all'"):
         attention(x, x, x, Dilated([4], [1]), group="all")
 
 

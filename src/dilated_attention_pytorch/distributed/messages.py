@@ -66,7 +66,7 @@ class Step:
         """The original positions of the queries, and of the keys ``within`` these."""
         if options.positions is None:
             return None
-        positions = options.positions[self.queries[0]]
+        positions = options.positions[self.queries[0], self.first_row :]  # queries and keys count from the first row
         packed = [positions[:, x.start : x.stop] for x in keys]
         together = packed[0] if len(packed) == 1 else torch.cat(packed, 1)  # strided tiles need the view
         return positions[:, queries.start : queries.stop], together[:, within]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dilated_attention_pytorch.call import check_group
 from dilated_attention_pytorch.distributed.messages import Message
 
 Group = dist.ProcessGroup | DeviceMesh
@@ -40,9 +41,8 @@ def resolve_group(group: Group | None) -> dist.ProcessGroup:
             return group.get_group("cp")
         got = f"got {group.ndim} dimensions named {names}; pass mesh['name']"
         raise ValueError(f"a device mesh must have one dimension or one named 'cp' (context parallel), {got}")
-    if not isinstance(group, dist.ProcessGroup):
-        way_out = "call init_process_group() first, on a rank that is a member"
-        raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {group!r}; {way_out}")
+    check_group(group)
+    assert isinstance(group, dist.ProcessGroup)
     return group
 
 

@@ -167,8 +167,8 @@ class BlockSparse:
     64
     """
 
-    config: SparsePatternConfig | None  # None if lists are given
-    block_size: int
+    config: SparsePatternConfig | None = None  # None if lists are given
+    block_size: int = 0
     given: BlockLists | None = None
     given_causal: BlockLists | None = None  # the lists of a causal call
     only_causal: bool = False  # the lists are those of a causal mask
@@ -176,6 +176,12 @@ class BlockSparse:
     spec: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        of_config = isinstance(self.config, SparsePatternConfig) and self.block_size == self.config.block_size
+        if not of_config and not isinstance(self.given, BlockLists):
+            raise TypeError(
+                "a block-sparse pattern is made by BlockSparse.from_config(SparsePatternConfig(...)), "
+                "BlockSparse.custom(mask) or BlockSparse.from_flex(block_mask), not by BlockSparse(...)"
+            )
         object.__setattr__(self, "spec", f"mask|{self.block_size}" if self.config is None else self.config.spec)
 
     @staticmethod
