@@ -70,6 +70,8 @@ def attention(
 
     Args:
         query: (B, N, H, D); row ``a`` is position ``a + M - N``, so with ``N < M`` the queries are the last positions.
+            Query, key and value may also be jagged nested tensors (B, sequence, H, D) of ``torch.nested``. Each sequence
+            gets the result of a call of its own, and the results are nested likewise.
         key, value: (B, M, G, D) with ``H % G == 0``; query head ``h`` reads key head ``h // (H // G)``.
         pattern: which positions meet, for example ``Dilated([2048, 4096], [1, 2])``, or a ``BlockSparse``. A
             ``BlockSparse`` has no mixing gradients, and with ``group`` it runs on ``"sdpa"`` and ``"eager"``. For it,
@@ -80,11 +82,12 @@ def attention(
             and those numbers alone (branch 0 for a ``BlockSparse``). The backends ``triton``, ``eager`` and ``reference``
             support it.
         seed: of dropout; drawn from PyTorch's generator of the query's device if None.
-        lengths: (B,), the number of valid positions at the front of each sample. The result of a sample is what a call
-            with this sample alone would give; rows behind its length are 0 (lse -inf). A tensor on a GPU costs one device
-            synchronisation per call, a tensor on the CPU none.
-        cu_seqlens: (documents + 1,), boundaries of documents packed into each row of tokens. Each document gets the result
-            of a call of its own. The same holds for the synchronisation.
+        lengths: (B,), the number of valid positions at the front of each sample, as a list, a tuple or a tensor. The result
+            of a sample is what a call with this sample alone would give; rows behind its length are 0 (lse -inf). A tensor
+            on a GPU costs one device synchronisation per call, every other form none. With ``N < M``, a sample shorter than
+            the keys is refused.
+        cu_seqlens: (documents + 1,), boundaries of documents packed into each row of tokens, in the same forms. Each
+            document gets the result of a call of its own.
         mixing_gradient: ``"exact"``, or ``"detached"`` to treat the weights of the branches as constants as the paper
             authors' code does.
         backend: ``"auto"`` takes the first of ``"hopper"``, ``"triton"``, ``"sdpa"``, ``"eager"`` and ``"reference"`` that
@@ -103,7 +106,9 @@ def attention(
             sequence, ``is_causal`` means the original positions, and rows come in and go out in the original order. The
             result is that of ``order.permute`` on the inputs, the pattern, and ``order.unpermute`` on the results. Dropout
             counts places of the ordered sequence. If causal, ``"triton"`` (not for a ``BlockSparse``), ``"eager"`` and
-            ``"reference"`` serve it. Not with ``lengths`` or ``cu_seqlens``, and only with ``N == M``.
+            ``"reference"`` serve it. With ``lengths`` or ``cu_seqlens``, the order keeps the rows of each sample or document
+            together (``Hilbert.coordinates(coords, lengths=lengths)``, ``Order.padded``, ``Order.packed``,
+            ``order.within``). Only with ``N == M``.
         ordered: the rows of query, key and value are in ``order`` already, and those of the results will be. A model orders
             its embeddings once, by ``order.permute`` or ``distributed.shard_sequence(order=...)``, and no layer moves a
             row. With ``group`` this is always so (None means True, False is refused): tensors are the rank's slice of the
@@ -124,6 +129,14 @@ def attention(
     >>> ordered = attention(*map(order.permute, (q, k, v)), Dilated([256, 512], [1, 2]))
     >>> order.unpermute(ordered).equal(out)
     True
+
+    Two slides of 900 and 1,000 tiles, padded: each has its own order and its own length.
+
+    >>> coords, lengths = torch.randint(0, 100, (2, 1000, 2)), [900, 1000]
+    >>> order = Hilbert.coordinates(coords, lengths=lengths)
+    >>> tiles = torch.randn(2, 1000, 8, 64)
+    >>> attention(tiles, tiles, tiles, Dilated([256, 512], [1, 2]), order=order, lengths=lengths).shape
+    torch.Size([2, 1000, 8, 64])
 
     A model applies the order once, at its embedding, and passes ``ordered=True``. Causality compares original positions.
 

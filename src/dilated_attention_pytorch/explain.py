@@ -11,6 +11,7 @@ from torch import Tensor
 from dilated_attention_pytorch import backends, operators
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import Call, make_call
+from dilated_attention_pytorch.lengths import Lengths
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -74,8 +75,8 @@ def explain(
     *,
     is_causal: bool = False,
     dropout_p: float = 0.0,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    lengths: Lengths | None = None,
+    cu_seqlens: Lengths | None = None,
     backend: str = "auto",
     order: Order | None = None,
     world_size: int | None = None,
