@@ -106,7 +106,7 @@ def attention(
             sequence, ``is_causal`` means the original positions, and rows come in and go out in the original order. The
             result is that of ``order.permute`` on the inputs, the pattern, and ``order.unpermute`` on the results. Dropout
             counts places of the ordered sequence. If causal, ``"triton"`` (not for a ``BlockSparse``), ``"eager"`` and
-            ``"reference"`` serve it. With ``lengths`` or ``cu_seqlens``, the order keeps the rows of each sample or document
+            ``"reference"`` serve it. With ``lengths`` or ``cu_seqlens``, the order keeps the rows of a sample or document
             together (``Hilbert.coordinates(coords, lengths=lengths)``, ``Order.padded``, ``Order.packed``,
             ``order.within``). Only with ``N == M``.
         ordered: the rows of query, key and value are in ``order`` already, and those of the results will be. A model orders
@@ -130,6 +130,12 @@ def attention(
     >>> order.unpermute(ordered).equal(out)
     True
 
+    A model applies the order once, at its embedding, and passes ``ordered=True``. Causality compares original positions.
+
+    >>> ordered = attention(*map(order.permute, (q, k, v)), Dilated([256], [1]), is_causal=True, order=order, ordered=True)
+    >>> order.unpermute(ordered).equal(attention(q, k, v, Dilated([256], [1]), is_causal=True, order=order))
+    True
+
     Two slides of 900 and 1,000 tiles, padded: each has its own order and its own length.
 
     >>> coords, lengths = torch.randint(0, 100, (2, 1000, 2)), [900, 1000]
@@ -137,12 +143,6 @@ def attention(
     >>> tiles = torch.randn(2, 1000, 8, 64)
     >>> attention(tiles, tiles, tiles, Dilated([256, 512], [1, 2]), order=order, lengths=lengths).shape
     torch.Size([2, 1000, 8, 64])
-
-    A model applies the order once, at its embedding, and passes ``ordered=True``. Causality compares original positions.
-
-    >>> ordered = attention(*map(order.permute, (q, k, v)), Dilated([256], [1]), is_causal=True, order=order, ordered=True)
-    >>> order.unpermute(ordered).equal(attention(q, k, v, Dilated([256], [1]), is_causal=True, order=order))
-    True
     """
     options: AttentionOptions = {
         "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "seed": seed, "lengths": lengths,
