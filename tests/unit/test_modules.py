@@ -30,22 +30,11 @@ WIDE = ([1000], [1])  # one dense segment: plain attention
 
 
 def like_torch(batch_first=True, **options) -> tuple[nn.MultiheadAttention, MultiheadDilatedAttention]:
-    """The same weights in both, without the extra norm."""
+    """The same weights in both."""
     theirs = nn.MultiheadAttention(32, 4, batch_first=batch_first, dtype=torch.float64)
-    ours = MultiheadDilatedAttention(
-        32, 4, *WIDE, batch_first=batch_first, layer_norm=False, dtype=torch.float64, **options
-    )
+    ours = MultiheadDilatedAttention(32, 4, *WIDE, batch_first=batch_first, dtype=torch.float64, **options)
     nn.init.normal_(theirs.in_proj_bias)
-    with torch.no_grad():
-        for projection, weight, bias in zip(
-            (ours.q_proj, ours.k_proj, ours.v_proj),
-            theirs.in_proj_weight.chunk(3),
-            theirs.in_proj_bias.chunk(3),
-            strict=True,
-        ):
-            projection.weight.copy_(weight)
-            projection.bias.copy_(bias)
-        ours.out_proj.load_state_dict(theirs.out_proj.state_dict())
+    ours.load_state_dict(theirs.state_dict())
     return theirs.eval(), ours.eval()
 
 
@@ -79,26 +68,19 @@ def test_unbatched_and_causal_like_torch():
     assert ours(x, x, x)[1] is None
 
 
-def test_serves_inside_torch_transformer_layers():
-    encoder = nn.TransformerEncoderLayer(32, 4, dim_feedforward=64, dropout=0.0, batch_first=True, dtype=torch.float64)
-    theirs, ours = like_torch()
-    encoder.self_attn = theirs
-    x = torch.randn(2, 12, 32, dtype=torch.float64)
-    encoder.train()  # the fused inference path bypasses self_attn
-    expected = encoder(x)
-    encoder.self_attn = ours
-    torch.testing.assert_close(encoder(x), expected)
-
-
 def test_whole_module_by_hand():
     """Grouped heads, sub-LN, other key sizes, a dilated pattern: projections around the oracle."""
     pattern = Dilated([8, 16], [1, 2], "blocked")
     module = MultiheadDilatedAttention(
-        24, 6, [8, 16], [1, 2], num_kv_heads=3, kdim=10, vdim=14, offsets="blocked", scale=0.7, dtype=torch.float64
-    )
+        24, 6, [8, 16], [1, 2], num_kv_heads=3, kdim=10, vdim=14, offsets="blocked", scale=0.7, layer_norm=True,
+        dtype=torch.float64,
+    )  # fmt: skip
+    nn.init.normal_(module.in_proj_bias)
     query, key, value = (torch.randn(2, 21, size, dtype=torch.float64) for size in (24, 10, 14))
-    q = module.q_proj(query).view(2, 21, 6, 4)
-    k, v = module.k_proj(key).view(2, 21, 3, 4), module.v_proj(value).view(2, 21, 3, 4)
+    biases = module.in_proj_bias.split([24, 12, 12])
+    q = (query @ module.q_proj_weight.T + biases[0]).view(2, 21, 6, 4)
+    k = (key @ module.k_proj_weight.T + biases[1]).view(2, 21, 3, 4)
+    v = (value @ module.v_proj_weight.T + biases[2]).view(2, 21, 3, 4)
     attended, _ = oracle.attention(q, k, v, pattern, is_causal=True, scale=0.7)
     normed = nn.functional.layer_norm(
         attended.flatten(2), (24,), module.inner_attn_ln.weight, module.inner_attn_ln.bias, 1e-5
@@ -235,27 +217,20 @@ def test_branches_that_no_pattern_reads():
 def test_options_of_the_authors_code_reach_the_attention():
     plain, theirs = (
         MultiheadDilatedAttention(
-            16,
-            4,
-            [8, 16],
-            [1, 2],
-            layer_norm=False,
-            dtype=torch.float64,
-            torchscale_padding=padding,
-            mixing_gradient=mixing,
+            16, 4, [8, 16], [1, 2], dtype=torch.float64, torchscale_padding=padding, mixing_gradient=mixing
         )
         for padding, mixing in ((False, "exact"), (True, "detached"))
     )
     theirs.load_state_dict(plain.state_dict())
     x = torch.randn(1, 19, 16, dtype=torch.float64)
-    heads = [p(x).view(1, 19, 4, 4) for p in (theirs.q_proj, theirs.k_proj, theirs.v_proj)]
+    heads = [(x @ weight.T).view(1, 19, 4, 4) for weight in theirs.in_proj_weight.chunk(3)]
     expected = oracle.attention(*heads, Dilated([8, 16], [1, 2], torchscale_padding=True))[0]
     torch.testing.assert_close(theirs(x, x, x)[0], theirs.out_proj(expected.flatten(2)))
     theirs.attention.pattern = plain.attention.pattern
     for module in (plain, theirs):
         module(x, x, x)[0].square().sum().backward()
     torch.testing.assert_close(plain.out_proj.weight.grad, theirs.out_proj.weight.grad)
-    assert not torch.allclose(plain.q_proj.weight.grad, theirs.q_proj.weight.grad)
+    assert not torch.allclose(plain.in_proj_weight.grad[:16], theirs.in_proj_weight.grad[:16])
 
 
 @pytest.mark.parametrize(
@@ -278,8 +253,6 @@ def test_bad_options(options, message):
 def test_bad_inputs():
     module = MultiheadDilatedAttention(32, 4, [8, 16], [1, 2])
     x = torch.randn(2, 20, 32)
-    with pytest.raises(ValueError, match="attn_mask is not supported"):
-        module(x, x, x, attn_mask=torch.zeros(20, 20))
     with pytest.raises(ValueError, match=r"key must be \(batch, sequence, 32\)"):
         module(x, x[..., :5], x)
     holes = torch.zeros(2, 20, dtype=torch.bool)

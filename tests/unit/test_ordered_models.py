@@ -76,15 +76,13 @@ def test_modules_and_functions_say_the_same():
 def test_multihead(batch_first):
     order = Hilbert.grid(5, 6)
     torch.manual_seed(1)
-    per_call = MultiheadDilatedAttention(
-        16, 2, [8, 30], [1, 2], order=order, batch_first=batch_first, layer_norm=False, dtype=torch.float64
-    )
+    per_call = MultiheadDilatedAttention(16, 2, [8, 30], [1, 2], order=order, batch_first=batch_first, dtype=torch.float64)
     once = MultiheadDilatedAttention(
-        16, 2, [8, 30], [1, 2], order=order, ordered=True, batch_first=batch_first, layer_norm=False, dtype=torch.float64
+        16, 2, [8, 30], [1, 2], order=order, ordered=True, batch_first=batch_first, dtype=torch.float64
     )
     once.load_state_dict(per_call.state_dict())
     x = torch.randn(2, 30, 16, dtype=torch.float64)
-    q, k, v = (project(x).unflatten(-1, (2, 8)) for project in (per_call.q_proj, per_call.k_proj, per_call.v_proj))
+    q, k, v = ((x @ weight.T).unflatten(-1, (2, 8)) for weight in per_call.in_proj_weight.chunk(3))
     attended, _ = oracle.ordered_attention(q, k, v, per_call.attention.pattern, order, True)
     expected, place = per_call.out_proj(attended.flatten(-2)), 1 if batch_first else 0
     given = x if batch_first else x.transpose(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
 from torch import Tensor, nn
 
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         scale, mixing_gradient, backend: see ``attention``.
         dropout_p: see ``attention``. Dropout is active in training mode only.
         order, ordered: see ``attention``. An order fixes the length of the sequence. It moves with the module to another
-            device, and it is not in the state dict.
+            device, and it is not in the state dict. A call can pass its own.
         group, layout: see ``attention``. With ``group``, tensors hold the rows of this rank, and ``lengths`` and
             ``cu_seqlens`` count positions of the whole sequence. ``Sharding(None)`` means all ranks of the job.
 
@@ -64,6 +64,7 @@ class Attention(nn.Module):
         layout: str | Shards | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        _check_group(group)
         self.pattern, self.sharding = pattern, as_sharding(group, layout)
         self.scale, self.dropout_p, self.mixing_gradient, self.backend = scale, dropout_p, mixing_gradient, backend
         self.order, self.ordered = order, ordered
@@ -86,17 +87,26 @@ class Attention(nn.Module):
 
     def forward(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, is_causal: bool = False, *,
-        lengths: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        lengths: Tensor | Sequence[int] | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
+        order: Order | None = None, ordered: bool | None = None,
     ) -> Tensor:  # fmt: skip
         """Attend (B, N, H, D) over (B, M, G, D) and return (B, N, H, D).
 
-        ``key`` defaults to ``query`` and ``value`` to ``key``. See ``attention`` for the other arguments.
+        ``key`` defaults to ``query`` and ``value`` to ``key``. ``order`` and ``ordered`` each replace that of the
+        constructor unless None. See ``attention`` for the other arguments.
+
+        >>> import torch
+        >>> from dilated_attention_pytorch import Hilbert
+        >>> attend, slide = Attention(Dilated([256, 512], [1, 2])), torch.rand(1000, 2)
+        >>> attend(torch.randn(1, 1000, 8, 64), order=Hilbert.coordinates(slide)).shape
+        torch.Size([1, 1000, 8, 64])
         """
         inputs = self.report_errors(self._inputs, query, key, value)
         sharding = self._sharding_of_call()
         options: AttentionOptions = {
-            **self._options(), "is_causal": is_causal, "lengths": lengths, "cu_seqlens": cu_seqlens,
+            **self._options(), "is_causal": is_causal, "lengths": cast(Any, lengths), "cu_seqlens": cast(Any, cu_seqlens),
             "dropout_p": self.dropout_p if self.training else 0.0, "group": sharding,
+            "order": self.order if order is None else order, "ordered": self.ordered if ordered is None else ordered,
         }  # fmt: skip
         return attention(*inputs, self._pattern_of_call(inputs.key, sharding), **options)
 
@@ -236,6 +246,23 @@ def _with_branches(config: SparsePatternConfig, lengths: Sequence[int], rates: S
         got = f"the branches {given.branches}, the module {branches.branches}"
         raise ValueError(f"sparse_config has {got}; leave out one of them")
     return replace(config, segment_lengths=branches.segment_lengths, dilation_rates=branches.dilation_rates)
+
+
+def _check_group(group: Any) -> None:
+    """Raise if this is not a process group, a device mesh, a ``Sharding`` or None."""
+    given = group.group if isinstance(group, Sharding) else group
+    if given is None:
+        return
+    if not isinstance(given, str | bytes | int | float | list | tuple | dict):
+        from torch.distributed import ProcessGroup
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(given, ProcessGroup | DeviceMesh):
+            return
+    raise TypeError(
+        f"group must be a process group, a device mesh, a Sharding or None, got {given!r}; torch.distributed.new_group "
+        "makes a process group, and Sharding(None) means all ranks of the job"
+    )
 
 
 def default_to_all_ranks(options: ModuleOptions) -> None:

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dilated_attention_pytorch.api import attention_weights
 from dilated_attention_pytorch.nn.attention import Attention, ModuleOptions, default_to_all_ranks
+from dilated_attention_pytorch.nn.masks import is_causal_mask, lengths_of_mask
+from dilated_attention_pytorch.nn.nested import is_nested, nested_like, packed_rows
+from dilated_attention_pytorch.nn.projections import HeadProjections
+from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.patterns.tiers import DistributedSparseConfig
 
 MAX_WEIGHTS = 2**26  # B * H * N * M that need_weights=True returns: 256 MiB in float32
+Masks = tuple[Tensor | None, Tensor | None]  # key_padding_mask and attn_mask
+
+
+class SequenceOptions(TypedDict):
+    """The keyword arguments of ``Attention.forward``."""
+
+    is_causal: bool
+    lengths: Tensor | Sequence[int] | None
+    cu_seqlens: Tensor | Sequence[int] | None
+    order: Order | None
+    ordered: bool | None
 
 
 class ProjectionOptions(ModuleOptions, total=False):
@@ -33,82 +49,82 @@ class ProjectionOptions(ModuleOptions, total=False):
     dtype: torch.dtype | None
 
 
-class ProjectedAttention(nn.Module):
+class ProjectedAttention(HeadProjections):
     """Multi-head attention: query, key, value and output projections around ``Attention(pattern, **options)``.
+
+    The parameters have the names, shapes and initial values of those of ``nn.MultiheadAttention``.
 
     Args:
         pattern: see ``Attention``.
         embed_dim: size of an embedding, split evenly over the heads.
         num_heads: query heads.
-        num_kv_heads: key and value heads (grouped-query attention). The default is as many as query heads.
+        num_kv_heads: key and value heads (grouped-query attention). The default is as many as query heads. With fewer, the
+            key and value rows of ``in_proj_weight`` and ``in_proj_bias`` are fewer.
         bias: whether the projections have a bias.
-        layer_norm: normalise before the output projection (MAGNETO's sub-LN, as in LongNet).
+        layer_norm: normalise before the output projection (MAGNETO's sub-LN, as in LongNet), by ``inner_attn_ln``.
         layer_norm_eps: epsilon of that normalisation.
-        gamma_init: gain of the initial value and output projections (MAGNETO).
+        gamma_init: 1 initialises the projections as ``nn.MultiheadAttention`` does. With another value, the projections
+            of values and of the output are Xavier-uniform with this gain, each by its own shape (MAGNETO).
         batch_first: tensors are (batch, sequence, embedding), otherwise (sequence, batch, embedding).
-        kdim, vdim: embedding sizes of key and value if they differ.
+        kdim, vdim: embedding sizes of key and value if they differ from ``embed_dim``.
         device, dtype: of the parameters.
         options: see ``Attention``. With ``group``, the embeddings are those of this rank's rows, and the parameters are
             the same on every rank: sum their gradients over the ranks, or average them as DDP does. The weights are not
             available with ``group`` or ``order``.
+
+    ``load_state_dict`` takes a state of ``nn.MultiheadAttention``. It also takes a state with ``q_proj``, ``k_proj``,
+    ``v_proj`` and ``out_proj``, as in the paper authors' checkpoints. These have ``inner_attn_ln`` as well, which needs
+    ``layer_norm=True``.
     """
 
     def __init__(
         self, pattern: Dilated | BlockSparse | DistributedSparseConfig, embed_dim: int, num_heads: int, *,
-        num_kv_heads: int | None = None, bias: bool = True, layer_norm: bool = True, layer_norm_eps: float = 1e-5,
+        num_kv_heads: int | None = None, bias: bool = True, layer_norm: bool = False, layer_norm_eps: float = 1e-5,
         gamma_init: float = 1.0, batch_first: bool = True, kdim: int | None = None, vdim: int | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, **options: Unpack[ModuleOptions],
     ) -> None:  # fmt: skip
-        super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a positive multiple of num_heads, got {embed_dim=}, {num_heads=}")
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads=}, {num_kv_heads=}")
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads=num_kv_heads, bias=bias, layer_norm=layer_norm,
+            layer_norm_eps=layer_norm_eps, gamma_init=gamma_init, batch_first=batch_first, kdim=kdim, vdim=vdim,
+            device=device, dtype=dtype,
+        )  # fmt: skip
         if isinstance(pattern, Dilated):
-            pattern.check_key_heads(num_kv_heads)
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim, self.batch_first, self.gamma_init = embed_dim // num_heads, batch_first, gamma_init
+            pattern.check_key_heads(self.num_kv_heads)
         self.attention = Attention(pattern, **options)
-        linear: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, embed_dim, **linear)
-        self.k_proj = nn.Linear(embed_dim if kdim is None else kdim, num_kv_heads * self.head_dim, **linear)
-        self.v_proj = nn.Linear(embed_dim if vdim is None else vdim, num_kv_heads * self.head_dim, **linear)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, **linear)
-        self.inner_attn_ln = nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype) if layer_norm else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise the projections Xavier-uniform and the biases with 0, as ``nn.MultiheadAttention`` does."""
-        gains = {self.q_proj: 1.0, self.k_proj: 1.0, self.v_proj: self.gamma_init, self.out_proj: self.gamma_init}
-        for projection, gain in gains.items():
-            nn.init.xavier_uniform_(projection.weight, gain=gain)
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
-        if self.inner_attn_ln is not None:
-            self.inner_attn_ln.reset_parameters()
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
         need_weights: bool = False, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
-        is_causal: bool = False, *, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        is_causal: bool = False, *, lengths: Tensor | Sequence[int] | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None, order: Order | None = None, ordered: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attend and project. Return ``(out, weights)``, where weights are None unless ``need_weights``.
 
         Args:
             query, key, value: (batch, sequence, embedding), or (sequence, batch, embedding) if not ``batch_first``, or
-                (sequence, embedding).
-            key_padding_mask: (batch, keys), True (or -inf) for padding, which must be at the end of each sample.
+                (sequence, embedding). Nested tensors (batch, sequence, embedding) of one set of lengths are a batch of
+                sequences: the result is nested, and masks, ``lengths``, ``cu_seqlens`` and weights do not go with them.
+            key_padding_mask: (batch, keys), or (keys,) without a batch. True (or -inf) marks padding, which must be at
+                the end of each sample. Reading it costs a device synchronisation.
             need_weights: also return the weights, averaged over the heads, or per head if not ``average_attn_weights``.
-            attn_mask: must be None.
+            attn_mask: (queries, keys) or (batch * heads, queries, keys). It must be causal, True (or -inf) above the
+                diagonal and False (or 0) elsewhere, or hide nothing. Reading it costs a device synchronisation and time
+                and memory of its size. ``is_causal=True`` without a mask means the same and costs nothing.
             average_attn_weights: see ``need_weights``.
-            is_causal: a position sees itself and earlier ones only.
+            is_causal: a position sees itself and earlier ones only. An ``attn_mask`` must then be causal, or None.
             lengths: (batch,), the valid positions of each sample. It replaces ``key_padding_mask``.
             cu_seqlens: (documents + 1,), boundaries of packed documents, see ``attention``.
+            order, ordered: each replaces that of the constructor unless None, see ``attention``.
         """
-        arguments = query, key, value, key_padding_mask, need_weights, attn_mask, lengths, cu_seqlens
-        q, k, v, lengths = self.attention.report_errors(self._prepare, *arguments)
-        x = self.attention(q, k, v, is_causal, lengths=lengths, cu_seqlens=cu_seqlens).flatten(-2)
+        options: SequenceOptions = {
+            "is_causal": is_causal, "lengths": lengths, "cu_seqlens": cu_seqlens, "order": order, "ordered": ordered
+        }  # fmt: skip
+        masks = key_padding_mask, attn_mask
+        if is_nested(query, key, value):
+            return self._forward_nested((query, key, value), masks, need_weights, options), None
+        prepare = partial(self._prepare, query, key, value)
+        (q, k, v), options = self.attention.report_errors(prepare, masks, need_weights, options)
+        x = self.attention(q, k, v, **options).flatten(-2)
         if self.inner_attn_ln is not None:
             x = self.inner_attn_ln(x)
         out: Tensor = self.out_proj(x)
@@ -116,16 +132,36 @@ class ProjectedAttention(nn.Module):
             out = out.transpose(0, 1)
         weights = None
         if need_weights:
-            weights = self._weights(q, k, range(q.shape[1]), is_causal, lengths)
+            weights = self._weights(q, k, range(q.shape[1]), options["is_causal"], options["lengths"])
             weights = weights.mean(1) if average_attn_weights else weights
         if query.dim() == 2:
             out = out.squeeze(0 if self.batch_first else 1)
             weights = None if weights is None else weights.squeeze(0)
         return out, weights
 
+    def _forward_nested(
+        self, embeddings: tuple[Tensor, Tensor, Tensor], masks: Masks, need_weights: bool, options: SequenceOptions
+    ) -> Tensor:
+        """Attend over nested tensors as packed documents."""
+        (q, k, v), cu_seqlens = self.attention.report_errors(self._prepare_nested, embeddings, masks, options)
+        options["cu_seqlens"] = cu_seqlens
+        out, _ = self.forward(q, k, v, need_weights=need_weights, **options)
+        return nested_like(embeddings[0], out, cu_seqlens)
+
+    def _prepare_nested(
+        self, embeddings: tuple[Tensor, Tensor, Tensor], masks: Masks, options: SequenceOptions
+    ) -> tuple[list[Tensor], Tensor]:
+        self._check_one_device("a nested tensor")
+        if any(x is not None for x in (*masks, options["lengths"], options["cu_seqlens"])):
+            raise ValueError(
+                "a nested tensor has the lengths of its sequences, got key_padding_mask, attn_mask, lengths or cu_seqlens "
+                "beside it; leave them out, and use is_causal=True for causal attention"
+            )
+        return packed_rows(*embeddings)
+
     def attention_map(
         self, query: Tensor, key: Tensor, query_rows: Sequence[int] | Tensor, *, is_causal: bool = False,
-        lengths: Tensor | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
     ) -> Tensor:  # fmt: skip
         """The weights (batch, heads, rows, keys) of chosen query rows, at any length, in memory proportional to it.
 
@@ -134,114 +170,119 @@ class ProjectedAttention(nn.Module):
         >>> module.attention_map(x, x, query_rows=[0, -1]).shape
         torch.Size([1, 4, 2, 1000])
         """
-        self._check_weights("attention_map")
+        self._check_weights("attention_map", self.attention.order)
+        if is_nested(query, key):
+            raise TypeError("attention_map needs sequences of one length, got a nested tensor; call once for each sequence")
         q, k = self._project({"query": query, "key": key})
         weights = self._weights(q, k, query_rows, is_causal, lengths)
         return weights.squeeze(0) if query.dim() == 2 else weights
 
     def _prepare(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, need_weights: bool,
-        attn_mask: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """Check and project: query, key and value (B, N, heads, head size), and the lengths or None."""
-        if attn_mask is not None:
-            raise ValueError(
-                "attn_mask is not supported: the pattern decides which positions meet; use is_causal=True for causal "
-                "attention and key_padding_mask or lengths for padding"
-            )
-        q, k, v = self._project({"query": query, "key": key, "value": value})
+        self, query: Tensor, key: Tensor, value: Tensor, masks: Masks, need_weights: bool, options: SequenceOptions
+    ) -> tuple[list[Tensor], SequenceOptions]:
+        """Check and project: query, key and value (B, N, heads, head size), and what the masks say as options."""
+        projected = self._project({"query": query, "key": key, "value": value})
+        q, k = projected[:2]
+        key_padding_mask, attn_mask = masks
+        options = options.copy()
         if need_weights:
-            self._check_weights("need_weights=True")
-            if cu_seqlens is not None:
+            self._check_weights("need_weights=True", self._order_of_call(options))
+            if options["cu_seqlens"] is not None:
                 raise ValueError("need_weights=True needs one sequence per sample; use attention_map for each document")
+        if attn_mask is not None:
+            self._check_one_device("attn_mask")
+            sizes = (q.shape[0] * self.num_heads, q.shape[1], k.shape[1])
+            options["is_causal"] = is_causal_mask(attn_mask, options["is_causal"], sizes)
+            if options["is_causal"] and self._rows_are_ordered(options):
+                raise ValueError(
+                    "a causal attn_mask compares rows, and is_causal compares original positions, which differ with "
+                    "ordered=True; use is_causal=True without attn_mask"
+                )
         if key_padding_mask is not None:
             self._check_one_device("key_padding_mask")
-            if lengths is not None:
+            if options["lengths"] is not None:
                 raise ValueError("key_padding_mask and lengths say the same thing; pass one of them")
-            mask = key_padding_mask.unsqueeze(0) if query.dim() == 2 else key_padding_mask
-            lengths = _lengths_from_mask(mask, k.shape[0], k.shape[1])
-        sizes = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
-        if need_weights and prod(sizes) > MAX_WEIGHTS:
+            options["lengths"] = lengths_of_mask(key_padding_mask, tuple(k.shape[:2] if query.dim() == 3 else k.shape[1:2]))
+        entries = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
+        if need_weights and prod(entries) > MAX_WEIGHTS:
             raise ValueError(
                 f"need_weights=True returns at most {MAX_WEIGHTS} weights (batch * heads * queries * keys), got "
-                f"{' * '.join(map(str, sizes))}; use attention_map(query_rows=...) for the rows of interest"
+                f"{' * '.join(map(str, entries))}; use attention_map(query_rows=...) for the rows of interest"
             )
-        return q, k, v, lengths
+        return projected, options
 
-    def _project(self, embeddings: dict[str, Tensor]) -> list[Tensor]:
-        """Check embeddings by their names and project them to (B, N, heads, head size)."""
-        projections = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj}
-        dims, query = "batch, sequence" if self.batch_first else "sequence, batch", embeddings["query"]
-        for name, x in embeddings.items():
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-            size = projections[name].in_features
-            shape = tuple(x.shape)
-            if x.dim() not in (2, 3) or x.shape[-1] != size:
-                raise ValueError(f"{name} must be ({dims}, {size}), or (sequence, {size}) for one sample; got {shape}")
-            if x.dim() != query.dim():
-                raise ValueError(f"{name} must have as many dimensions as query, got {shape} and {tuple(query.shape)}")
-        projected = []
-        for name, x in embeddings.items():
-            y = projections[name](x if x.dim() == 3 else x.unsqueeze(0 if self.batch_first else 1))
-            y = y if self.batch_first else y.transpose(0, 1)
-            projected.append(y.view(*y.shape[:2], projections[name].out_features // self.head_dim, self.head_dim))
-        return projected
+    def _order_of_call(self, options: SequenceOptions) -> Order | None:
+        return self.attention.order if options["order"] is None else options["order"]
+
+    def _rows_are_ordered(self, options: SequenceOptions) -> bool:
+        ordered = self.attention.ordered if options["ordered"] is None else options["ordered"]
+        return bool(ordered) and self._order_of_call(options) is not None
 
     def _weights(
-        self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool, lengths: Tensor | None
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool,
+        lengths: Tensor | Sequence[int] | None,
+    ) -> Tensor:  # fmt: skip
         pattern, scale = self.attention.pattern, self.attention.scale
         assert not isinstance(pattern, DistributedSparseConfig)  # it needs a group, with which there are no weights
-        return attention_weights(q, k, pattern, rows, is_causal=is_causal, scale=scale, lengths=lengths)
+        return attention_weights(q, k, pattern, rows, is_causal=is_causal, scale=scale, lengths=cast(Any, lengths))
 
     def _check_one_device(self, what: str) -> None:
         if self.attention.sharding is not None:
             raise ValueError(
-                f"{what} needs the whole sequence, of which a rank has a shard; use lengths for padding, and "
-                "attention_weights on gathered tensors (distributed.gather_sequence) for weights"
+                f"{what} needs the whole sequence, of which a rank has a shard; use is_causal=True, lengths for padding, "
+                "and attention_weights on gathered tensors (distributed.gather_sequence) for weights"
             )
 
-    def _check_weights(self, what: str) -> None:
+    def _check_weights(self, what: str, order: Order | None) -> None:
         self._check_one_device(what)
-        if self.attention.order is not None:
+        if order is not None:
             raise ValueError(
                 f"{what} is not available with an order; attention_weights of tensors that order.permute has put in order "
                 "gives the weights in that order, if not causal"
             )
 
 
-def _lengths_from_mask(mask: Tensor, batch: int, keys: int) -> Tensor:
-    """The lengths that a ``key_padding_mask`` of suffixes describes."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"key_padding_mask must be a torch.Tensor, got {type(mask).__name__}; use torch.tensor(mask)")
-    if mask.shape != (batch, keys):
-        raise ValueError(f"key_padding_mask must be (batch, keys) = {(batch, keys)}, got {tuple(mask.shape)}")
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"key_padding_mask must be bool or floating-point, got {mask.dtype}")
-    padding = mask if mask.dtype == torch.bool else mask == -torch.inf
-    if mask.is_floating_point() and not bool((padding | (mask == 0)).all()):
-        raise ValueError("a floating-point key_padding_mask must hold 0 (keep) and -inf (ignore) only")
-    lengths = (~padding).sum(-1)
-    suffix = torch.arange(keys, device=mask.device) >= lengths.unsqueeze(-1)
-    wrong = (padding != suffix).any(-1)
-    if bool(wrong.any()):
-        raise ValueError(
-            "key_padding_mask must mark padding (True) at the end of samples only: patterns count from the start; samples "
-            f"{wrong.nonzero().squeeze(1).tolist()} have padding before or between tokens, move it to the end"
-        )
-    return lengths
-
-
 class MultiheadDilatedAttention(ProjectedAttention):
     """Multi-head attention by a dilated pattern, as a replacement for ``nn.MultiheadAttention``.
 
-    The positional arguments of the call and its result ``(out, weights)`` are those of ``nn.MultiheadAttention``, with two
-    differences. ``need_weights`` is False by default, because the weights grow with the square of the length.
-    ``attn_mask`` is refused, because the pattern is the mask (use ``is_causal``).
+    The parameters, their initial values and the state dict are those of ``nn.MultiheadAttention``. With one segment that
+    covers the sequence, as in ``segment_lengths=[N], dilation_rates=[1]``, so are the output and the gradients. The module
+    can be ``self_attn`` of ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``. Its ``batch_first`` must be
+    that of the layer.
 
-    ``nn.TransformerEncoderLayer`` can hold this module in training. In evaluation, that class reads the parameters of
-    ``nn.MultiheadAttention`` directly unless ``torch.backends.mha.set_fastpath_enabled(False)``.
+    The constructor differs from that of ``nn.MultiheadAttention``:
+
+    * ``segment_lengths`` and ``dilation_rates`` follow ``num_heads``, and all other arguments are keywords.
+    * ``batch_first`` is True by default.
+    * ``dropout`` is called ``dropout_p``.
+    * ``add_bias_kv`` and ``add_zero_attn`` do not exist.
+
+    The call differs as follows:
+
+    * ``need_weights`` is False by default. Weights are those before dropout, at most 2**26 of them, and not available with
+      ``cu_seqlens``, ``order`` or ``group``. ``attention_map`` gives chosen rows at any length.
+    * ``attn_mask`` must be causal, or hide nothing. Any other mask or bias is refused, because the pattern is the mask.
+    * ``is_causal=True`` means causal attention, with or without ``attn_mask``. A mask beside it is checked.
+    * ``key_padding_mask`` must mark the ends of samples. A floating-point mask must hold 0 and -inf only.
+    * Query rows in the padding attend to nothing, so that their output is the bias of ``out_proj``. This holds for
+      cross-attention as well, because query rows are positions of the keys.
+    * A query row that meets no key in a head contributes zeros there, instead of NaN. Patterns without a branch of rate 1
+      have such rows.
+    * With fewer queries than keys, the queries are the last positions. More queries than keys are refused, and shorter
+      samples need as many queries as keys. Cross-attention with another length belongs to ``nn.MultiheadAttention``.
+    * Dropout depends on a seed and on positions, so that it drops other weights than ``nn.MultiheadAttention``.
+    * Nested tensors are served in training as well. They must have the same lengths, and they exclude masks.
+    * Masks are read on the host: each costs a device synchronisation and a graph break of ``torch.compile``. ``is_causal``
+      and ``lengths`` on the CPU cost neither.
+
+    The rest of PyTorch sees these differences:
+
+    * ``nn.TransformerEncoderLayer`` calls the module in evaluation too. The fused path of that class is never taken,
+      because it computes dense attention.
+    * ``nn.TransformerEncoder`` warns in its constructor that it will not use nested tensors.
+    * The module is no instance of ``nn.MultiheadAttention``. It has no ``dropout``, ``bias_k``, ``bias_v``,
+      ``add_zero_attn`` and ``merge_masks``, and ``torch.jit.script`` does not compile it.
+    * Second derivatives and forward mode need ``backend="reference"``.
 
     Args:
         segment_lengths, dilation_rates, offsets, torchscale_padding: the pattern, see ``Dilated``.
@@ -278,7 +319,7 @@ class BlockSparseRingDistributedDilatedAttention(ProjectedAttention):
     >>> config = DistributedSparseConfig(sparsity_ratio=0.05, pattern_type="hierarchical")
     >>> module = BlockSparseRingDistributedDilatedAttention(512, 8, distributed_config=config)
     >>> sum(p.numel() for p in module.parameters())
-    1051648
+    1050624
     """
 
     def __init__(

@@ -1,0 +1,79 @@
+"""The masks of ``nn.MultiheadAttention`` as ``is_causal`` and ``lengths``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WAY_OUT = (
+    "use is_causal=True for causal attention, key_padding_mask or lengths for padding, and the pattern for everything else "
+    "(BlockSparse.custom takes a mask of blocks)"
+)
+
+
+def is_causal_mask(mask: Any, is_causal: bool, sizes: tuple[int, ...]) -> bool:
+    """Whether an ``attn_mask`` is causal. Raise if it is not, unless it hides no pair and ``is_causal`` is False.
+
+    ``sizes`` are (samples * query heads, queries, keys). The queries are the last positions of the keys, so that the
+    causal mask of queries and keys is ``torch.ones(queries, keys).triu(keys - queries + 1)``.
+    """
+    _check_mask("attn_mask", mask)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {type(is_causal).__name__}; pass masks as attn_mask")
+    if tuple(mask.shape) not in (sizes, sizes[1:]):
+        raise ValueError(
+            f"attn_mask must be (queries, keys) = {sizes[1:]} or (batch * heads, queries, keys) = {sizes}, got "
+            f"{tuple(mask.shape)}"
+        )
+    if not is_causal and not bool(mask.any()):
+        return False
+    hidden: Any = True if mask.dtype == torch.bool else -torch.inf
+    causal = torch.full(sizes[1:], hidden, dtype=mask.dtype, device=mask.device).triu_(sizes[2] - sizes[1] + 1)
+    if torch.equal(mask, causal.expand(mask.shape)):
+        return True
+    if is_causal:
+        raise ValueError(
+            "is_causal=True with an attn_mask says that the mask is causal, got a mask that is not True (or -inf) above "
+            f"the diagonal and False (or 0) elsewhere; leave out attn_mask, or {WAY_OUT}"
+        )
+    raise ValueError(
+        "attn_mask must be causal, or hide nothing (all False, or all 0), because the pattern decides which positions "
+        f"meet; got a mask that hides other pairs or adds a bias; {WAY_OUT}"
+    )
+
+
+def lengths_of_mask(mask: Any, shape: tuple[int, ...]) -> Tensor:
+    """The lengths (batch,), on the host, that a ``key_padding_mask`` of this shape describes.
+
+    The shape is (batch, keys), or (keys,) for one sample.
+    """
+    _check_mask("key_padding_mask", mask)
+    if tuple(mask.shape) != shape:
+        dims = "(batch, keys)" if len(shape) == 2 else "(keys,) without a batch dimension"
+        raise ValueError(f"key_padding_mask must be {dims} = {shape}, got {tuple(mask.shape)}")
+    padding = mask if mask.dtype == torch.bool else mask == -torch.inf
+    lengths = (~padding).sum(-1).reshape(-1)
+    suffix = torch.arange(shape[-1], device=mask.device) >= lengths.unsqueeze(-1)
+    moved = (padding != suffix).any(-1)
+    biased = torch.zeros_like(moved) if mask.dtype == torch.bool else (~padding & (mask != 0)).any(-1).reshape(-1)
+    table: Tensor = torch.stack([lengths, moved.long(), biased.long()]).cpu()  # one device synchronisation
+    lengths, moved, biased = table[0], table[1], table[2]
+    if bool(biased.any()):
+        raise ValueError("a floating-point key_padding_mask must hold 0 (keep) and -inf (ignore) only")
+    if bool(moved.any()):
+        raise ValueError(
+            "key_padding_mask must mark padding (True) at the end of samples only: patterns count from the start; samples "
+            f"{moved.nonzero().squeeze(1).tolist()} have padding before or between tokens, move it to the end"
+        )
+    return lengths
+
+
+def _check_mask(name: str, mask: Any) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(mask).__name__}; use torch.tensor(mask)")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name} must be bool or floating-point, got {mask.dtype}; use mask.bool() if 1 means hidden")
+    if mask.requires_grad:
+        raise ValueError(f"{name} gets no gradient here, got one that requires it; add a learned bias to the embeddings")
