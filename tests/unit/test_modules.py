@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -234,6 +235,89 @@ def test_options_of_the_authors_code_reach_the_attention():
 
 
 @pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch_first": "no"}, TypeError, "batch_first must be True or False, got 'no'"),
+        ({"bias": "x"}, TypeError, "bias must be True or False, got 'x'"),
+        ({"bias": None}, TypeError, "bias must be True or False, got None"),
+        ({"layer_norm": 1}, TypeError, "layer_norm must be True or False, got 1"),
+        ({"layer_norm_eps": -1}, ValueError, "layer_norm_eps must be positive and finite, got -1; leave it out for the"),
+        ({"layer_norm_eps": 0.0}, ValueError, "layer_norm_eps must be positive and finite, got 0.0"),
+        ({"layer_norm_eps": "x"}, TypeError, "layer_norm_eps must be a number, got 'x'; leave it out for the default"),
+        ({"layer_norm_eps": None}, TypeError, "layer_norm_eps must be a number, got None"),
+        ({"gamma_init": float("nan")}, ValueError, "gamma_init must be positive and finite, got nan"),
+        ({"gamma_init": True}, TypeError, "gamma_init must be a number, got True"),
+        ({"kdim": 0}, ValueError, "kdim must be a positive integer, got 0"),
+        ({"vdim": 0}, ValueError, "vdim must be a positive integer, got 0"),
+        ({"vdim": 8.0}, TypeError, "vdim must be a positive integer, got 8.0"),
+        ({"embed_dim": 32.0}, TypeError, "embed_dim must be a positive integer, got 32.0"),
+        ({"embed_dim": "32"}, TypeError, "embed_dim must be a positive integer, got '32'"),
+        ({"embed_dim": None}, TypeError, "embed_dim must be a positive integer, got None"),
+        ({"embed_dim": 0}, ValueError, "embed_dim must be a positive integer, got 0"),
+        ({"num_heads": 0}, ValueError, "num_heads must be a positive integer, got 0"),
+        ({"num_heads": True}, ValueError, "num_heads must be a positive integer, got True"),
+        ({"num_kv_heads": -1}, ValueError, "num_kv_heads must be a positive integer, got -1"),
+        ({"group": "x"}, TypeError, "group must be .* got 'x'"),
+        ({"group": 1}, TypeError, "group must be .* got 1"),
+        ({"group": [0, 1]}, TypeError, r"group must be .* got \[0, 1\]"),
+        ({"group": object}, TypeError, "group must be .* got <class 'object'>"),
+    ],
+)
+def test_options_of_the_wrong_kind(options, error, message):
+    with pytest.raises(error, match=message):
+        MultiheadDilatedAttention(
+            **{"embed_dim": 32, "num_heads": 4, "segment_lengths": [8], "dilation_rates": [2]} | options
+        )
+
+
+def test_sizes_may_be_integers_of_numpy():
+    module = MultiheadDilatedAttention(np.int64(32), np.int32(4), [8], [1], kdim=np.int64(10), num_kv_heads=np.int64(2))
+    assert all(type(x) is int for x in (module.embed_dim, module.num_heads, module.num_kv_heads, module.kdim))
+    assert module(torch.randn(2, 9, 32), torch.randn(2, 9, 10), torch.randn(2, 9, 32))[0].shape == (2, 9, 32)
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 10}])
+def test_embeddings_of_another_type_than_the_weights(options):
+    module = MultiheadDilatedAttention(32, 4, [8], [1], **options)
+    query, key, value = torch.randn(2, 9, 32), torch.randn(2, 9, module.kdim), torch.randn(2, 9, 32)
+    rule = "must have the dtype of the module's weights, got torch.float64 and torch.float32; use"
+    for name, inputs in (
+        ("query", (query.double(), key, value)),
+        ("key", (query, key.double(), value)),
+        ("value", (query, key, value.double())),
+    ):
+        ways = rf"{name}.to\(torch.float32\), module.to\(torch.float64\) or torch.autocast"
+        for training in (True, False):
+            with pytest.raises(TypeError, match=f"{name} {rule} {ways}"):
+                module.train(training)(*inputs)
+        with pytest.raises(TypeError, match=f"{name} {rule}"), torch.autocast("cpu"):  # which leaves float64 as it is
+            module(*inputs)
+    with pytest.raises(TypeError, match=f"query {rule}"):
+        module.attention_map(query.double(), key, [0])
+    for autocast in (True, False):
+        for dtype in (torch.int64, torch.bool, torch.complex64):
+            ids = torch.ones(2, 9, 32, dtype=dtype)
+            with (
+                pytest.raises(TypeError, match=f"query must hold floating-point embeddings, got {dtype}; use"),
+                torch.autocast("cpu", enabled=autocast),
+            ):
+                module(ids, key, value)
+
+
+def test_autocast_casts_embeddings_and_weights():
+    module = MultiheadDilatedAttention(32, 4, [8], [1], layer_norm=True)
+    x = torch.randn(2, 9, 32)
+    half = copy.deepcopy(module).bfloat16()
+    for y in (x, x.bfloat16(), x.half()):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = module(y, y, y)[0]
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.float(), half(*[y.bfloat16()] * 3)[0].float(), atol=0.05, rtol=0.05)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module.double()(*[x.double()] * 3)[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"embed_dim": 30}, "embed_dim must be a positive multiple of num_heads, got embed_dim=30, num_heads=4"),
@@ -259,8 +343,15 @@ def test_bad_inputs():
     holes[1, 0] = True
     with pytest.raises(ValueError, match=r"samples \[1\] have padding before or between tokens"):
         module(x, x, x, key_padding_mask=holes)
-    with pytest.raises(ValueError, match=r"\(batch, keys\) = \(2, 20\)"):
+    with pytest.raises(ValueError, match=r"\(batch, keys\) = \(2, 20\), got \(1, 20\)$"):
         module(x, x, x, key_padding_mask=holes[:1])
+    for mask, got in ((holes, r"\(2, 20\)"), (holes[0, :5], r"\(5,\)"), (holes[:1], r"\(1, 20\)")):
+        with pytest.raises(ValueError, match=rf"must be \(keys,\) without a batch dimension = \(20,\), got {got}$"):
+            module(x[0], x[0], x[0], key_padding_mask=mask)
+    with pytest.raises(ValueError, match=r"samples \[0\] have padding before or between tokens"):
+        module(x[0], x[0], x[0], key_padding_mask=holes[1])
+    with pytest.raises(ValueError, match="key_padding_mask gets no gradient here"):
+        module(x, x, x, key_padding_mask=torch.zeros(2, 20, requires_grad=True))
     with pytest.raises(TypeError, match="bool or floating-point"):
         module(x, x, x, key_padding_mask=holes.int())
     with pytest.raises(TypeError, match=r"key_padding_mask must be a torch.Tensor, got list"):

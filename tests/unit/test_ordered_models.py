@@ -96,6 +96,48 @@ def test_multihead(batch_first):
             ask()
 
 
+def test_order_of_a_call_replaces_that_of_the_constructor():
+    """Each slide has its own order, and a model that ordered its rows says so in the call."""
+    q, k, v = (x.detach() for x in random_inputs())
+    branches = PATTERN.segment_lengths, PATTERN.dilation_rates
+    own, other = Hilbert.grid(5, 6), random_orders()[2]
+    for made in ({}, {"order": own}, {"order": own, "ordered": True}):
+        module = DilatedAttention(*branches, **made)
+        for causal in (False, True):
+            expected, _ = oracle.ordered_attention(q, k, v, PATTERN, other, causal)
+            out = module(q, k, v, causal, order=other, ordered=False)
+            torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+            there = module(*(by_place(x, other) for x in (q, k, v)), causal, order=other, ordered=True)
+            torch.testing.assert_close(there, by_place(expected, other), rtol=1e-11, atol=1e-11)
+        assert module.order is made.get("order")
+    # Each of the two replaces that of the constructor, and None does not.
+    ordered = DilatedAttention(*branches, order=own, ordered=True)
+    rows = [by_place(x, other) for x in (q, k, v)]
+    assert torch.equal(ordered(*rows, order=other), ordered(*rows, order=other, ordered=True))
+    assert torch.equal(ordered(q, k, v, ordered=False), DilatedAttention(*branches, order=own)(q, k, v))
+    with pytest.raises(ValueError, match="ordered=True says that rows are in an order already: pass that order as order"):
+        DilatedAttention(*branches)(q, k, v, ordered=True)
+    with pytest.raises(TypeError, match="order must be an Order, got Tensor"):
+        DilatedAttention(*branches)(q, k, v, order=own.positions)
+
+
+def test_order_of_a_call_of_a_multihead_module():
+    module = MultiheadDilatedAttention(16, 2, [8, 30], [1, 2], dtype=torch.float64)
+    x = torch.randn(2, 30, 16, dtype=torch.float64)
+    for order in random_orders():
+        made = MultiheadDilatedAttention(16, 2, [8, 30], [1, 2], order=order, dtype=torch.float64)
+        made.load_state_dict(module.state_dict())
+        for causal in (False, True):
+            expected = made(x, x, x, is_causal=causal)[0]
+            assert torch.equal(module(x, x, x, is_causal=causal, order=order)[0], expected)
+            there = by_place(x, order)
+            out = module(there, there, there, is_causal=causal, order=order, ordered=True)[0]
+            torch.testing.assert_close(out, by_place(expected, order))
+        assert not torch.allclose(expected, module(x, x, x, is_causal=True)[0])
+        with pytest.raises(ValueError, match="need_weights=True is not available with an order; attention_weights of"):
+            module(x, x, x, need_weights=True, order=order)
+
+
 def dropped(q, k, v, pattern, order, p, seed, causal):
     """Dropout from the definition: whether a weight is kept goes by the places of its pair, and by its branch."""
     batch, _, heads, d = q.shape
