@@ -137,6 +137,21 @@ def test_attention_module_is_the_function(pattern):
     assert "scale=0.4, dropout_p=0.0, mixing_gradient='exact', backend='eager'" in repr(module)
 
 
+@pytest.mark.parametrize("form", [list, tuple, torch.tensor])
+def test_lengths_in_any_form(form):
+    module = MultiheadDilatedAttention(32, 4, [8, 16], [1, 2])
+    x, mask = torch.randn(2, 20, 32), torch.arange(20) >= torch.tensor([[13], [20]])
+    q, lengths = x.view(2, 20, 4, 8), form([13, 20])
+    out = module(x, x, x, lengths=lengths)[0]
+    torch.testing.assert_close(out[0, :13], module(*[x[0, :13]] * 3)[0])
+    assert torch.equal(out, module(x, x, x, key_padding_mask=mask)[0])
+    plain = DilatedAttention([8, 16], [1, 2])
+    torch.testing.assert_close(plain(q, lengths=lengths)[0, :13], plain(q[:1, :13])[0])
+    torch.testing.assert_close(plain(q, cu_seqlens=form([0, 13, 20]))[:, :13], plain(q[:, :13]))
+    weights = module(x, x, x, lengths=lengths, need_weights=True, average_attn_weights=False)[1]
+    torch.testing.assert_close(module.attention_map(x, x, [3, 15], lengths=lengths), weights[:, :, [3, 15]])
+
+
 def test_packed_documents_in_a_multihead_module():
     module = MultiheadDilatedAttention(32, 4, [8, 16], [1, 2])
     x, cu_seqlens = torch.randn(2, 20, 32), torch.tensor([0, 13, 20])

@@ -138,6 +138,24 @@ def test_order_of_a_call_of_a_multihead_module():
             module(x, x, x, need_weights=True, order=order)
 
 
+def test_slides_of_different_sizes_in_one_batch():
+    """Padded or nested, each slide with its own order: as if computed by itself."""
+    module = MultiheadDilatedAttention(16, 2, [8, 30], [1, 2], dtype=torch.float64)
+    x, coords, lengths = torch.randn(2, 30, 16, dtype=torch.float64), torch.rand(2, 30, 2), (30, 17)
+    orders = [Hilbert.coordinates(coords[b, :n]) for b, n in enumerate(lengths)]
+    padded = Hilbert.coordinates(coords, lengths=lengths)
+    mask = torch.arange(30) >= torch.tensor(lengths)[:, None]
+    nested = torch.nested.as_nested_tensor([x[b, :n] for b, n in enumerate(lengths)], layout=torch.jagged)
+    for causal in (False, True):
+        options = {"is_causal": causal, "order": padded}
+        one, other = module(x, x, x, lengths=lengths, **options)[0], module(x, x, x, key_padding_mask=mask, **options)[0]
+        packed = module(nested, nested, nested, is_causal=causal, order=Order.packed(orders))[0].unbind()
+        for b, (n, order) in enumerate(zip(lengths, orders, strict=True)):
+            expected = module(*[x[b, :n]] * 3, is_causal=causal, order=order)[0]
+            for actual in (one[b, :n], other[b, :n], packed[b]):
+                torch.testing.assert_close(actual, expected)
+
+
 def dropped(q, k, v, pattern, order, p, seed, causal):
     """Dropout from the definition: whether a weight is kept goes by the places of its pair, and by its branch."""
     batch, _, heads, d = q.shape

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.api import attention
 from dilated_attention_pytorch.call import AttentionOptions, Sharding, as_sharding, check_options
 from dilated_attention_pytorch.checks import check_inputs, check_pattern
+from dilated_attention_pytorch.lengths import Lengths
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse, SparsePatternConfig
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -64,7 +65,6 @@ class Attention(nn.Module):
         layout: str | Shards | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        _check_group(group)
         self.pattern, self.sharding = pattern, as_sharding(group, layout)
         self.scale, self.dropout_p, self.mixing_gradient, self.backend = scale, dropout_p, mixing_gradient, backend
         self.order, self.ordered = order, ordered
@@ -87,7 +87,7 @@ class Attention(nn.Module):
 
     def forward(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, is_causal: bool = False, *,
-        lengths: Tensor | Sequence[int] | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
+        lengths: Lengths | None = None, cu_seqlens: Lengths | None = None,
         order: Order | None = None, ordered: bool | None = None,
     ) -> Tensor:  # fmt: skip
         """Attend (B, N, H, D) over (B, M, G, D) and return (B, N, H, D).
@@ -104,7 +104,7 @@ class Attention(nn.Module):
         inputs = self.report_errors(self._inputs, query, key, value)
         sharding = self._sharding_of_call()
         options: AttentionOptions = {
-            **self._options(), "is_causal": is_causal, "lengths": cast(Any, lengths), "cu_seqlens": cast(Any, cu_seqlens),
+            **self._options(), "is_causal": is_causal, "lengths": lengths, "cu_seqlens": cu_seqlens,
             "dropout_p": self.dropout_p if self.training else 0.0, "group": sharding,
             "order": self.order if order is None else order, "ordered": self.ordered if ordered is None else ordered,
         }  # fmt: skip
@@ -246,23 +246,6 @@ def _with_branches(config: SparsePatternConfig, lengths: Sequence[int], rates: S
         got = f"the branches {given.branches}, the module {branches.branches}"
         raise ValueError(f"sparse_config has {got}; leave out one of them")
     return replace(config, segment_lengths=branches.segment_lengths, dilation_rates=branches.dilation_rates)
-
-
-def _check_group(group: Any) -> None:
-    """Raise if this is not a process group, a device mesh, a ``Sharding`` or None."""
-    given = group.group if isinstance(group, Sharding) else group
-    if given is None:
-        return
-    if not isinstance(given, str | bytes | int | float | list | tuple | dict):
-        from torch.distributed import ProcessGroup
-        from torch.distributed.device_mesh import DeviceMesh
-
-        if isinstance(given, ProcessGroup | DeviceMesh):
-            return
-    raise TypeError(
-        f"group must be a process group, a device mesh, a Sharding or None, got {given!r}; torch.distributed.new_group "
-        "makes a process group, and Sharding(None) means all ranks of the job"
-    )
 
 
 def default_to_all_ranks(options: ModuleOptions) -> None:

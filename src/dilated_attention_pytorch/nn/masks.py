@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.checks import as_bool
+
 WAY_OUT = (
     "use is_causal=True for causal attention, key_padding_mask or lengths for padding, and the pattern for everything else "
     "(BlockSparse.custom takes a mask of blocks)"
@@ -20,8 +22,7 @@ def is_causal_mask(mask: Any, is_causal: bool, sizes: tuple[int, ...]) -> bool:
     causal mask of queries and keys is ``torch.ones(queries, keys).triu(keys - queries + 1)``.
     """
     _check_mask("attn_mask", mask)
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False, got {type(is_causal).__name__}; pass masks as attn_mask")
+    is_causal = as_bool("is_causal", is_causal)
     if tuple(mask.shape) not in (sizes, sizes[1:]):
         raise ValueError(
             f"attn_mask must be (queries, keys) = {sizes[1:]} or (batch * heads, queries, keys) = {sizes}, got "

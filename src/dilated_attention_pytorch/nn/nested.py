@@ -1,4 +1,4 @@
-"""Nested tensors as packed rows."""
+"""Nested tensors as packed rows: jagged ones, and those with strides, which ``nn.TransformerEncoder`` makes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.jagged import is_jagged, pack, unpack
+
 
 def is_nested(*tensors: Any) -> bool:
     """Whether one of these is a nested tensor."""
@@ -14,40 +16,39 @@ def is_nested(*tensors: Any) -> bool:
 
 
 def packed_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The rows (total, embedding) of each tensor, and ``cu_seqlens`` on the host, which is the same for all.
-
-    Equal arguments give the same tensor object of rows. Offsets of a jagged tensor on a GPU cost a device synchronisation.
-    """
-    rows: dict[int, tuple[Tensor, Tensor]] = {}
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not is_nested(x):
-            raise TypeError(f"query, key and value must all be nested tensors, got a {type(x).__name__} as {name}")
-        if x.dim() != 3 or (x.layout == torch.jagged and not isinstance(x.shape[2], int)):
-            raise ValueError(f"a nested {name} must be (batch, sequence, embedding), ragged in dimension 1 only")
-        if id(x) not in rows:
-            rows[id(x)] = _rows(x)
-    first = rows[id(query)][1]
-    for name, x in (("key", key), ("value", value)):
-        if not torch.equal(rows[id(x)][1], first):
-            raise ValueError(
-                f"nested query and {name} must have the same lengths, got {first.diff().tolist()} and "
-                f"{rows[id(x)][1].diff().tolist()}; call once for each sequence"
-            )
-    return [rows[id(x)][0] for x in (query, key, value)], first
+    """The rows (total, embedding) of each tensor, and ``cu_seqlens``. Equal arguments give one tensor of rows."""
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if is_nested(x) and x.dim() != 3:
+            raise ValueError(f"a nested {name} must be (batch, sequence, embedding), got {x.dim()} dimensions")
+    first: dict[int, str] = {}
+    for name, x in named.items():
+        first.setdefault(id(x), name)
+    distinct = {name: named[name] for name in first.values()}
+    rows, cu_seqlens = pack(**distinct) if is_jagged(*distinct.values()) else _pack_strided(distinct)
+    by_name = dict(zip(distinct, (x.squeeze(0) for x in rows), strict=True))
+    return [by_name[first[id(x)]] for x in named.values()], cu_seqlens
 
 
-def nested_like(x: Any, rows: Tensor, cu_seqlens: Tensor) -> Tensor:
+def nested_like(x: Tensor, rows: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The rows as a nested tensor of the same layout and lengths."""
-    if x.layout == torch.jagged:
-        offsets = x.offsets() if x.lengths() is None else cu_seqlens.to(rows.device)
-        return torch.nested.nested_tensor_from_jagged(rows, offsets)
+    if is_jagged(x):
+        return unpack(rows, cu_seqlens)
     return torch.nested.as_nested_tensor(list(torch.split(rows, cu_seqlens.diff().tolist())))
 
 
-def _rows(x: Any) -> tuple[Tensor, Tensor]:
-    if x.layout == torch.jagged:
-        if x.lengths() is not None:  # rows between the sequences, as torch.nested.narrow makes them
-            x = x.contiguous()
-        return x.values(), x.offsets().cpu()
-    lengths = [len(sequence) for sequence in x.unbind()]
-    return torch.cat(x.unbind()), torch.tensor([0, *lengths], device="cpu").cumsum(0)
+def _pack_strided(tensors: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+    """``jagged.pack`` for nested tensors with strides. The host knows their lengths."""
+    rows, all_lengths = [], {}
+    for name, x in tensors.items():
+        if not x.is_nested:
+            raise TypeError(f"query, key and value must all be nested tensors if one is, {name} is not; use torch.nested")
+        sequences = x.unbind()
+        rows.append(torch.cat(sequences).unsqueeze(0))
+        all_lengths[name] = [len(sequence) for sequence in sequences]
+    lengths = all_lengths["query"]
+    if any(other != lengths for other in all_lengths.values()):
+        raise ValueError(
+            f"nested query, key and value must have the same lengths, got {all_lengths}; call for each sequence"
+        )
+    return rows, torch.tensor([0, *lengths], device="cpu").cumsum(0)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any, TypedDict, Unpack, cast
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.api import attention_weights
+from dilated_attention_pytorch.lengths import Lengths
 from dilated_attention_pytorch.nn.attention import Attention, ModuleOptions, default_to_all_ranks
 from dilated_attention_pytorch.nn.masks import is_causal_mask, lengths_of_mask
 from dilated_attention_pytorch.nn.nested import is_nested, nested_like, packed_rows
@@ -28,8 +29,8 @@ class SequenceOptions(TypedDict):
     """The keyword arguments of ``Attention.forward``."""
 
     is_causal: bool
-    lengths: Tensor | Sequence[int] | None
-    cu_seqlens: Tensor | Sequence[int] | None
+    lengths: Lengths | None
+    cu_seqlens: Lengths | None
     order: Order | None
     ordered: bool | None
 
@@ -95,8 +96,8 @@ class ProjectedAttention(HeadProjections):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
         need_weights: bool = False, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
-        is_causal: bool = False, *, lengths: Tensor | Sequence[int] | None = None,
-        cu_seqlens: Tensor | Sequence[int] | None = None, order: Order | None = None, ordered: bool | None = None,
+        is_causal: bool = False, *, lengths: Lengths | None = None, cu_seqlens: Lengths | None = None,
+        order: Order | None = None, ordered: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attend and project. Return ``(out, weights)``, where weights are None unless ``need_weights``.
 
@@ -161,7 +162,7 @@ class ProjectedAttention(HeadProjections):
 
     def attention_map(
         self, query: Tensor, key: Tensor, query_rows: Sequence[int] | Tensor, *, is_causal: bool = False,
-        lengths: Tensor | Sequence[int] | None = None,
+        lengths: Lengths | None = None,
     ) -> Tensor:  # fmt: skip
         """The weights (batch, heads, rows, keys) of chosen query rows, at any length, in memory proportional to it.
 
@@ -220,11 +221,11 @@ class ProjectedAttention(HeadProjections):
 
     def _weights(
         self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool,
-        lengths: Tensor | Sequence[int] | None,
+        lengths: Lengths | None,
     ) -> Tensor:  # fmt: skip
         pattern, scale = self.attention.pattern, self.attention.scale
         assert not isinstance(pattern, DistributedSparseConfig)  # it needs a group, with which there are no weights
-        return attention_weights(q, k, pattern, rows, is_causal=is_causal, scale=scale, lengths=cast(Any, lengths))
+        return attention_weights(q, k, pattern, rows, is_causal=is_causal, scale=scale, lengths=lengths)
 
     def _check_one_device(self, what: str) -> None:
         if self.attention.sharding is not None:
