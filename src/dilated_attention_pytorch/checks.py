@@ -66,7 +66,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     if n > m:
         raise ValueError(
             f"query rows are the last positions of the sequence, so there can be at most as many as keys: got {n} "
-            f"queries and {m} keys"
+            f"queries and {m} keys; for cross-attention over fewer keys use scaled_dot_product_attention"
         )
 
 

@@ -328,5 +328,5 @@ def test_sequences_that_are_none(function):
     for dim in (2, -3):
         with pytest.raises(ValueError, match=rf"one of the 2 dimensions of a tensor of shape \(2, 9\), got {dim}"):
             function(x, None, dim=dim)
-    with pytest.raises(TypeError, match=r"got None; call init_process_group\(\) first"):
+    with pytest.raises(TypeError, match=r"got None; call torch.distributed.init_process_group\(\) first"):
         function(x, None)
