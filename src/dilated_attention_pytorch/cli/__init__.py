@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
+
+from dilated_attention_pytorch.cli.streams import guard_streams, say_error
 
 _EXTRAS = ("typer", "rich", "matplotlib")
 
 
-def main() -> None:
-    """Run the command. Errors from outside the program end it with one sentence and an exit code, without a traceback."""
+def main() -> int:
+    """Run the command and return its exit code. Errors from outside the program are one sentence, without a traceback.
+
+    The codes are 0 for success, 1 for an error of the operating system, 2 for wrong options, 130 for Ctrl-C and 141 if the
+    reader of the output has closed it.
+    """
+    try:
+        guard_streams()
+        code = _run()
+        sys.stdout.flush()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything is done: only the interpreter has to end
+    return code
+
+
+def _run() -> int:
     try:
         from dilated_attention_pytorch.cli.app import app
 
@@ -18,16 +36,17 @@ def main() -> None:
         name = (error.name or "").partition(".")[0]
         if name not in _EXTRAS:
             raise
-        message = f"This command needs {name}, which is not installed: pip install 'dilated-attention-pytorch[cli,plot]'"
-        _fail(message, 1)
+        say_error(
+            f"This command needs {name}, which is not installed: run pip install '.[cli,plot]' in a clone of the "
+            f"repository, or pip install {' '.join(_EXTRAS)}"
+        )
+        return 1
     except OSError as error:
-        # The usual cause is a standard output that cannot be written. Python must not write to it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _fail(f"Stopped by an error of the operating system: {error}", 1)
+        say_error(f"Stopped by an error of the operating system: {error}")
+        return 1
     except KeyboardInterrupt:
-        _fail("Interrupted.", 130)
-
-
-def _fail(message: str, code: int) -> None:
-    print(message, file=sys.stderr)
-    sys.exit(code)
+        say_error("Interrupted.")
+        return 130
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0

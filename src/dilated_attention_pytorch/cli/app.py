@@ -16,8 +16,10 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
 from dilated_attention_pytorch.cli.show import ORDERS, make_order, make_view
+from dilated_attention_pytorch.cli.streams import interruptible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,8 +28,18 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dilated-attention {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """Exact dilated attention over very long sequences."""
 
 
@@ -48,12 +60,15 @@ def demo(
     except ValueError as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from None
-    console = Console(highlight=False, soft_wrap=True)
+    paths = (output / "pattern.png", output / "scaling.png")
+    for path in paths:
+        _check_output(path, "folder")
+    console = Console(highlight=False)
     title = _title(settings)
     console.print(f"{title}\nText: the sources of Python {platform.python_version()}'s standard library, a token per byte.")
     rows: list[Row] = []
     try:
-        with _progress(console, rows) as step:
+        with interruptible(), _progress(console, rows) as step:
             for row in measure(settings, step):
                 rows.append(row)
     except KeyboardInterrupt:
@@ -71,8 +86,8 @@ def demo(
         console.print(f"Left out: {', '.join(f'{tokens:,}' for tokens in left_out)} tokens, since {reason}.")
     if not rows:
         raise typer.Exit(1)
-    _save(console, pattern_picture(is_causal=causal), output / "pattern.png", "folder")
-    _save(console, scaling_picture(rows, title), output / "scaling.png", "folder")
+    for path, figure in zip(paths, (pattern_picture(is_causal=causal), scaling_picture(rows, title)), strict=True):
+        _save(console, figure, path, "folder")
 
 
 @app.command()
@@ -83,40 +98,61 @@ def show(
     dilation_rates: Annotated[str | None, typer.Option(help="As many integers as segment lengths.")] = None,
     query: Annotated[str | None, typer.Option(help="ROW,COLUMN of the query to show.")] = None,
     ranks: Annotated[int | None, typer.Option(help="The number of ranks of zigzag and striped. The default is 4.")] = None,
-    output: Annotated[Path, typer.Option(help="The PNG file for the picture.")] = Path("order.png"),
+    output: Annotated[Path, typer.Option(help="The picture: a .png, .svg or .pdf file.")] = Path("order.png"),
 ) -> None:
     """Draw an order of the tokens of a grid, its segments against row-major ones, and what one query sees."""
-    from dilated_attention_pytorch.cli.pictures import order_picture
+    from dilated_attention_pytorch.cli.pictures import check_name, order_picture
 
     try:
+        check_name(output)
         view = make_view(grid, segment_lengths, dilation_rates, query)
         orders = {order: make_order(order, view, ranks), "row-major": make_order("row-major", view, None)}
     except ValueError as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from None
-    console = Console(highlight=False, soft_wrap=True)
+    _check_output(output, "file")
+    console = Console(highlight=False)
+    _save(console, order_picture(orders, view), output, "file")
     length = view.pattern.segment_lengths[0]
     console.print(f"{view.height} x {view.width} tokens, segments of {length:,}: mean perimeter of the bounding box")
     for name, drawn in orders.items():
         console.print(f"  {name:<9}  {view.perimeter(drawn):10,.1f}")
-    _save(console, order_picture(orders, view), output, "file")
+
+
+def _check_output(path: Path, kind: str) -> None:
+    from dilated_attention_pytorch.cli.pictures import check_path
+
+    with _reported(path, kind):
+        check_path(path)
 
 
 def _save(console: Console, figure: Figure, path: Path, kind: str) -> None:
     from dilated_attention_pytorch.cli.pictures import save
 
     try:
-        save(figure, path)
+        with _reported(path, kind), interruptible():
+            save(figure, path)
+    except KeyboardInterrupt:
+        typer.echo(f"Interrupted: {path} was not written.", err=True)
+        raise typer.Exit(130) from None
+    console.print(f"Picture: {path}", soft_wrap=True)  # a line break would not belong to the name
+
+
+@contextlib.contextmanager
+def _reported(path: Path, kind: str) -> Iterator[None]:
+    """Turn an error of the operating system about ``path`` into one sentence and exit code 1."""
+    try:
+        yield
     except OSError as error:
         reason = error.strerror or str(error)
         typer.echo(f"{path} could not be written: {reason}; choose another {kind} with --output.", err=True)
         raise typer.Exit(1) from None
-    console.print(f"Picture: {path}")
 
 
 def _title(settings: Settings) -> str:
     lengths, rates = (", ".join(map(str, x)) for x in (settings.pattern.segment_lengths, settings.pattern.dilation_rates))
-    cpu = f"the CPU with {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    cpu = f"the CPU with {threads} thread{'s' * (threads != 1)}"
     device = cpu if settings.device.type == "cpu" else torch.cuda.get_device_name(settings.device)
     return (
         f"Dilated attention, segment lengths {lengths}, rates {rates}{', causal' if settings.is_causal else ''}\n"
@@ -127,10 +163,17 @@ def _title(settings: Settings) -> str:
 def _print_results(console: Console, rows: Sequence[Row]) -> None:
     if not rows:
         return
-    console.print(_table(rows))
-    console.print("error: largest relative error of a sample of rows against float64")
+    table = _table(rows)
+    console.print()
+    # A cell that is cut off would be a wrong number. A table that is too wide is left to the terminal to wrap.
+    console.print(table, width=max(console.width, console.measure(table).minimum), crop=False)
+    console.print()
+    console.print("Measured: time, tokens/s, and MiB, which is memory beyond the inputs.")
+    console.print("Computed: error, the largest relative error of a sample of rows against float64.")
+    if any(row.dense_measured for row in rows):
+        console.print("Measured: dense, the time of PyTorch's dense attention, where it has no ~.")
     if not all(row.dense_measured for row in rows):
-        console.print("~ predicted, not measured: the time of dense attention grows with the square of the tokens")
+        console.print("Predicted: dense with ~, from its operations, which grow with the square of the tokens.")
 
 
 def _seconds_text(seconds: float) -> str:
@@ -141,13 +184,13 @@ def _seconds_text(seconds: float) -> str:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    """The table of results, one line per length. A time of dense attention that is predicted has a ``~``."""
-    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("tokens", "time", "tokens/s", "extra memory", "error", "dense time"):
+    """The table of results for 60 columns, one line per length. A predicted time of dense attention has a ``~``."""
+    result = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in ("tokens", "time", "tokens/s", "MiB", "error", "dense"):
         result.add_column(name, justify="right", no_wrap=True, style="bold" if name in ("tokens", "time") else "")
     for row in rows:
         dense = ("" if row.dense_measured else "~") + _seconds_text(row.dense_seconds)
-        rate, memory = f"{row.tokens / row.seconds:,.0f}", f"{row.extra_bytes / 2**20:,.1f} MiB"
+        rate, memory = f"{row.tokens / row.seconds:,.0f}", f"{row.extra_bytes / 2**20:,.1f}"
         result.add_row(f"{row.tokens:,}", _seconds_text(row.seconds), rate, memory, f"{row.error:.1e}", dense)
     return result
 
@@ -162,7 +205,9 @@ def _progress(console: Console, rows: Sequence[Row]) -> Iterator[Callable[[str, 
         plain = Console(stderr=True, soft_wrap=True)
         yield lambda step, done: plain.print(f"{done:4.0%}  {step}", highlight=False)
         return
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeElapsedColumn(), expand=True
+    )
     task = bar.add_task("", total=1.0)
     with Live(get_renderable=lambda: Group(_table(rows), bar), console=console, refresh_per_second=4, transient=True):
         yield lambda step, done: bar.update(task, description=step, completed=done)

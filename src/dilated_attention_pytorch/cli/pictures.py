@@ -26,10 +26,17 @@ from dilated_attention_pytorch.patterns.dilated import Dilated
 
 _DILATED, _DENSE, _REFERENCE = "#1f5fa8", "#c8551b", "#777777"
 _QUERY, _BORDER, _END, _NOTHING = "#c8551b", "#33475b", "#b01030", "#f4f4f4"
-_SEGMENTS = ListedColormap(["#dce8f4", "#a9c9e6", "#f0e2c8", "#cfe3cd"])
+# Colours of segments. The last one is that of the query's segment.
+_OWN_SEGMENT = "#f2a77c"
+_SEGMENTS = ListedColormap(
+    ["#dce8f4", "#8fb8de", "#f3e3b0", "#9fcf9b", "#dcc6e6", "#7fc9c4", "#c9c9c9", "#e9f2d0", _OWN_SEGMENT]
+)
+_FORMATS = (".png", ".svg", ".pdf")
 # Colours of branches: the first branch is the darkest, and branches after the sixth share a colour.
 _BRANCHES = ("#123f7a", "#3f86c6", "#8dbb72", "#bb8fc4", "#e0b04c", "#8a8a8a")
 _PANEL = 4.0  # inches of a panel's width
+_THINNEST = 0.8  # inches of the shorter side of a panel
+_WIDE = 3  # a grid that is this many times as wide as high has its panels below one another
 _FIRST, _LAST = "o", "s"  # markers
 _RING: dict[str, Any] = {
     "linestyle": "none",
@@ -75,7 +82,7 @@ def scaling_picture(rows: Sequence[Row], title: str) -> Figure:
     figure.suptitle(title)
     tokens = [row.tokens for row in rows]
 
-    time.plot(tokens, [row.seconds for row in rows], "o-", color=_DILATED, label="dilated attention")
+    time.plot(tokens, [row.seconds for row in rows], "o-", color=_DILATED, label="dilated attention, measured")
     measured, predicted = ([row for row in rows if row.dense_measured == wanted] for wanted in (True, False))
     if predicted:  # the line starts at the last measured point, so that it has no gap
         predicted = measured[-1:] + predicted
@@ -83,15 +90,17 @@ def scaling_picture(rows: Sequence[Row], title: str) -> Figure:
         if points:
             x, y = [row.tokens for row in points], [row.dense_seconds for row in points]
             time.plot(x, y, style, color=_DENSE, label=f"dense attention, {kind}")
-    time.set(title="Time of one forward pass", ylabel="seconds")
+    time.set(title="Time of one forward pass", ylabel="seconds, logarithmic axis")
 
-    memory.plot(tokens, [row.extra_bytes / 2**20 for row in rows], "o-", color=_DILATED, label="dilated attention")
-    memory.plot(tokens, [row.output_bytes / 2**20 for row in rows], ":", color=_REFERENCE, label="the output")
-    memory.set(title="Memory beyond the inputs", ylabel="MiB")
+    memory.plot(
+        tokens, [row.extra_bytes / 2**20 for row in rows], "o-", color=_DILATED, label="dilated attention, measured"
+    )
+    memory.plot(tokens, [row.output_bytes / 2**20 for row in rows], ":", color=_REFERENCE, label="size of the output")
+    memory.set(title="Memory beyond the inputs", ylabel="MiB, logarithmic axis")
 
     for axes in (time, memory):
         axes.set_xscale("log", base=2)
-        axes.set(yscale="log", xlabel="tokens")
+        axes.set(yscale="log", xlabel="tokens, logarithmic axis")
         axes.xaxis.set(major_locator=LogLocator(2), major_formatter=FuncFormatter(lambda x, _: f"{x:,.0f}"))
         axes.yaxis.set(
             major_locator=LogLocator(10, subs=(1.0, 2.0, 5.0)), major_formatter=FuncFormatter(lambda y, _: f"{y:g}")
@@ -104,30 +113,45 @@ def scaling_picture(rows: Sequence[Row], title: str) -> Figure:
     return figure
 
 
+def _panel_size(view: View) -> tuple[float, float]:
+    """Width and height of a panel in inches. Cells are squares, unless a side of the panel would be too thin to read."""
+    width = 3 * _PANEL if view.width >= _WIDE * view.height else _PANEL
+    height = min(2 * _PANEL, width * view.height / view.width)
+    return max(_THINNEST, height * view.width / view.height), max(_THINNEST, height)
+
+
 def order_picture(orders: Mapping[str, Order], view: View) -> Figure:
-    """A figure with a row of three panels for each order."""
-    panel_height = min(2 * _PANEL, max(1.2, _PANEL * view.height / view.width))
-    figure = Figure(figsize=(3 * _PANEL, len(orders) * (panel_height + 0.3) + 0.8), layout="constrained")
-    rows = figure.subplots(len(orders), 3, squeeze=False)
-    for (name, order), (curve, segments, seen) in zip(orders.items(), rows, strict=True):
-        _draw_curve(curve, view.cells(order))
+    """A figure with three panels for each order: side by side, or below one another if the grid is wide."""
+    width, height = _panel_size(view)
+    columns = 1 if view.width >= _WIDE * view.height else 3
+    lines = len(orders) * 3 // columns
+    figure = Figure(figsize=(3 * _PANEL, lines * (height + 0.3) + 0.8), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).reshape(len(orders), 3)
+    cell = 72 * min(width / view.width, height / view.height)  # points of the shorter side of a cell
+    for (name, order), (curve, segments, seen) in zip(orders.items(), panels, strict=True):
+        _draw_curve(curve, view.cells(order), cell)
         curve.set_title(f"{name}: the order of the tokens")
-        _draw_segments(segments, view, order)
+        _draw_segments(segments, view, order, cell)
         segments.set_title(f"segments of {view.pattern.segment_lengths[0]:,}: mean perimeter {view.perimeter(order):,.1f}")
         found = view.seen(order)
         _draw_seen(seen, found, view.query)
         seen.set_title(f"one query sees {int((found >= 0).sum()):,} of {found.numel():,}")
         for axes in (curve, segments, seen):
             # Cell edges are at integers.
-            axes.set(xlim=(0, view.width), ylim=(view.height, 0), aspect="equal", xticks=[], yticks=[])
+            axes.set(xlim=(0, view.width), ylim=(view.height, 0), aspect="auto", xticks=[], yticks=[])
+            axes.set_box_aspect(height / width)
     handles: list[Artist] = [
         Patch(color=_branch_colour(i), label=f"segment {w:,}, rate {r}") for i, (w, r) in enumerate(view.pattern.branches)
     ]
+    handles.append(Patch(color=_OWN_SEGMENT, label="segment of the query"))
     handles.append(Line2D([], [], **_RING, label="query"))
     for name, marker in (("first", _FIRST), ("last", _LAST)):
         handles.append(Line2D([], [], linestyle="none", marker=marker, color=_END, label=f"{name} token"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
-    figure.suptitle(f"{view.height} x {view.width} tokens")
+    figure.legend(handles=handles, loc="outside lower center", ncols=7, frameon=False, columnspacing=1.4)
+    stretched = height * view.width / (width * view.height)
+    note = "" if 0.99 < stretched < 1.01 else f", cells drawn {max(stretched, 1 / stretched):.1f} times as "
+    note += ("high as wide" if stretched > 1 else "wide as high") if note else ""
+    figure.suptitle(f"{view.height} x {view.width} tokens{note}")
     return figure
 
 
@@ -135,40 +159,66 @@ def _branch_colour(branch: int) -> str:
     return _BRANCHES[min(branch, len(_BRANCHES) - 1)]
 
 
-def _draw_curve(axes: Axes, cells: Tensor) -> None:
+def _draw_curve(axes: Axes, cells: Tensor, cell: float) -> None:
     """Draw a line through the centres of the cells, from dark to light."""
     points = cells.flip(-1).double() + 0.5
-    width = min(2.0, 0.25 * 72 * _PANEL / (int(cells.max()) + 1))  # a quarter of a cell, at most 2 points
     steps = torch.stack((points[:-1], points[1:]), 1).tolist()
-    lines = LineCollection(steps, cmap="viridis", linewidth=width, capstyle="round")
+    lines = LineCollection(steps, cmap="viridis", linewidth=min(2.0, cell / 4), capstyle="round")
     lines.set_array(torch.arange(len(points) - 1).numpy())
     axes.add_collection(lines)
     for point, marker in ((points[0], _FIRST), (points[-1], _LAST)):
         axes.plot(*point.tolist(), marker, color=_END, markersize=6, clip_on=False, zorder=3)
 
 
-def _draw_segments(axes: Axes, view: View, order: Order) -> None:
+def _draw_segments(axes: Axes, view: View, order: Order, cell: float) -> None:
     segments = view.segments(order)
+    row, column = view.query
+    own = segments == segments[row, column]
+    colours = segment_colours(segments, _SEGMENTS.N - 1).masked_fill(own, _SEGMENTS.N - 1)
     axes.imshow(
-        segments.numpy() % _SEGMENTS.N, cmap=_SEGMENTS, vmin=-0.5, vmax=_SEGMENTS.N - 0.5,
+        colours.numpy(), cmap=_SEGMENTS, vmin=-0.5, vmax=_SEGMENTS.N - 0.5,
         extent=(0, view.width, view.height, 0), interpolation="nearest",
     )  # fmt: skip
-    _draw_borders(axes, segments)
-    row, column = view.query
-    rows, columns = (segments == segments[row, column]).nonzero().unbind(-1)
+    _draw_borders(axes, segments, min(0.7, cell / 10))
+    rows, columns = own.nonzero().unbind(-1)
     top, left = int(rows.min()), int(columns.min())
     box = (int(columns.max()) + 1 - left, int(rows.max()) + 1 - top)
     axes.add_patch(Rectangle((left, top), *box, fill=False, edgecolor=_QUERY, linewidth=2, clip_on=False, zorder=4))
     _draw_query(axes, view.query)
 
 
-def _draw_borders(axes: Axes, segments: Tensor) -> None:
+def segment_colours(segments: Tensor, colours: int) -> Tensor:
+    """A colour from 0 to ``colours - 1`` for the segment of each cell; segments that touch differ if colours suffice.
+
+    Segments get their colours in the order of their first cells, row by row. Each takes the colour that was used least
+    recently among those that no neighbour has.
+    """
+    pairs = torch.cat((
+        torch.stack((segments[1:], segments[:-1]), -1).flatten(0, 1),
+        torch.stack((segments[:, 1:], segments[:, :-1]), -1).flatten(0, 1),
+    ))  # fmt: skip
+    neighbours: dict[int, set[int]] = {}
+    for a, b in set(map(tuple, pairs[pairs[:, 0] != pairs[:, 1]].tolist())):
+        neighbours.setdefault(a, set()).add(b)
+        neighbours.setdefault(b, set()).add(a)
+    recent = list(range(colours))  # the least recently used colour is first
+    chosen: dict[int, int] = {}
+    for segment in dict.fromkeys(segments.flatten().tolist()):
+        taken = {chosen[other] for other in neighbours.get(segment, ()) if other in chosen}
+        colour = next((c for c in recent if c not in taken), recent[0])
+        recent.remove(colour)
+        recent.append(colour)
+        chosen[segment] = colour
+    return torch.tensor([chosen[segment] for segment in segments.flatten().tolist()]).view_as(segments)
+
+
+def _draw_borders(axes: Axes, segments: Tensor, linewidth: float) -> None:
     """Draw lines between neighbouring cells of different segments."""
     above = (segments[1:] != segments[:-1]).nonzero()  # (row, column): between row and row + 1
     beside = (segments[:, 1:] != segments[:, :-1]).nonzero()
     across = [((x, y + 1), (x + 1, y + 1)) for y, x in above.tolist()]
     down = [((x + 1, y), (x + 1, y + 1)) for y, x in beside.tolist()]
-    axes.add_collection(LineCollection(across + down, colors=_BORDER, linewidth=0.7, capstyle="projecting"))
+    axes.add_collection(LineCollection(across + down, colors=_BORDER, linewidth=linewidth, capstyle="projecting"))
 
 
 def _draw_seen(axes: Axes, found: Tensor, query: tuple[int, int]) -> None:
@@ -186,16 +236,42 @@ def _draw_query(axes: Axes, query: tuple[int, int]) -> None:
     axes.plot(column + 0.5, row + 0.5, **_RING, markersize=9, clip_on=False, zorder=5)
 
 
+def check_name(path: Path) -> None:
+    """Raise a ValueError if the name of a file does not end like that of a picture."""
+    if path.suffix.lower() not in _FORMATS and not path.is_dir():
+        raise ValueError(f"--output must be a picture, a name that ends in {', '.join(_FORMATS)}, got {str(path)!r}")
+
+
+def check_path(path: Path) -> None:
+    """Make the folder of a picture and raise an OSError if the picture could not be written there."""
+    _make_folder(path.parent)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    unfinished = _unfinished(path)
+    try:
+        unfinished.write_bytes(b"x")
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG file. ``path`` never holds an incomplete picture."""
+    """Write a picture in the format of its name. ``path`` never holds an incomplete picture."""
+    _make_folder(path.parent)
+    unfinished = _unfinished(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        # "File exists" would not explain the error.
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from None
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(unfinished, format="png", dpi=150)
+        figure.savefig(unfinished, format=path.suffix[1:].lower(), dpi=150)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        # "File exists" would not explain the error.
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,0 +1,29 @@
+"""Entry point of the command ``dilated-attention``.
+
+This module is outside of the package, because importing the package imports PyTorch, which takes seconds. Ctrl-C ends the
+command with one sentence during these imports too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def _stop(signal_number: int, frame: FrameType | None) -> None:
+    """End the process at once. Commands replace this handler while they have something to clean up."""
+    try:
+        os.write(2, b"Interrupted.\n")
+    finally:
+        os._exit(130)
+
+
+def main() -> None:
+    """Run the command."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell starts background jobs without Ctrl-C
+        signal.signal(signal.SIGINT, _stop)
+    from dilated_attention_pytorch.cli import main as run
+
+    sys.exit(run())
