@@ -1,0 +1,123 @@
+"""The documentation: every Python block runs by itself in a fresh process, and README needs no other file to be displayed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+RANKS = re.compile(r"# torchrun --nproc-per-node (\d) example\.py\n")
+NEEDS_GPU = "# needs a CUDA device\n"
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(languages: tuple[str, ...]) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            line = text[: match.start()].count("\n") + 2
+            found.append(Block(page.relative_to(ROOT).as_posix(), line, match[1], match[2]))
+    return [block for block in found if block.language in languages]
+
+
+def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    # The interpreter of kernels, which the tests set, is not what a reader has.
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    inherited |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, cwd=folder, env=inherited, capture_output=True, text=True, timeout=300, check=False)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def test_blocks_are_found():
+    """Every fence has a language that this file knows, so that no block is left out by a typing error."""
+    assert {block.language for block in blocks(("python", "sh", "text", ""))} == {"python", "sh", "text"}
+    fences = sum(page.read_text().count("\n```") for page in PAGES)
+    assert fences == 2 * len(blocks(("python", "sh", "text")))
+    assert len(blocks(("python",))) >= 13
+
+
+@pytest.mark.parametrize("block", blocks(("python",)), ids=str)
+def test_python_blocks_run_by_themselves(block, tmp_path):
+    if block.code.startswith(NEEDS_GPU) and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    file = tmp_path / "example.py"
+    file.write_text(block.code)
+    ranks = RANKS.match(block.code)
+    assert bool(ranks) == ("init_process_group" in block.code), "a block for several ranks says so in its first line"
+    command = [sys.executable, "-W", "error::UserWarning:__main__", str(file)]
+    if ranks:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks[1]]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), str(file)]
+    result = run(command, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def our_commands() -> list[tuple[Block, str]]:
+    """Lines of shell blocks that call the command, without ``demo``, which measures for minutes."""
+    lines = [(block, line.partition("#")[0].strip()) for block in blocks(("sh",)) for line in block.code.splitlines()]
+    return [(block, line) for block, line in lines if line.startswith("dilated-attention") and " demo" not in line]
+
+
+@pytest.mark.parametrize(("block", "line"), our_commands(), ids=str)
+def test_commands_run(block, line, tmp_path):
+    pytest.importorskip("typer")
+    pytest.importorskip("matplotlib")
+    result = run([sys.executable, "-m", "dilated_attention_pytorch", *shlex.split(line)[1:]], tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_readme_renders_without_a_git_host():
+    """A package index shows README by itself: links are absolute, there are no pictures from the repository, no formulas."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert targets
+    assert all(target.startswith("https://") for target in targets)
+    assert "$$" not in text
+    assert not re.search(r"<img|!\[", text)
+
+
+def test_files_that_readme_names_exist():
+    named = set(re.findall(r"`((?:docs|benchmarks|examples|src)/[\w/.]+|[A-Z]+\.md)`", (ROOT / "README.md").read_text()))
+    assert {"docs/orders.md", "DESIGN.md"} <= named
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_between_pages(page):
+    """Files exist, and so do the headings that a link names."""
+    for target in re.findall(r"\]\(([^)\s]*)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        name, _, heading = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings]
+            assert heading in slugs, target
