@@ -12,7 +12,7 @@ help:
 	@echo "make test      run all tests that need no GPU, in less than 12 minutes on 2 cores"
 	@echo "make check     ruff and mypy"
 	@echo "make format    let ruff format and fix the sources"
-	@echo "make bench     measure on this machine's CPU, into benchmarks/results"
+	@echo "make bench     measure on this machine's CPU; ARGS=\"--out FILE\" writes the results"
 	@echo "make test-gpu  run the GPU tests with the python3 that holds torch, without installing"
 	@echo "make test-machine-code  compare the kernels' machine code with the numbers of the pinned Triton"
 	@echo "make clean     delete the virtual environment"

@@ -9,6 +9,7 @@ that are assigned round-robin, and for items that the next free multiprocessor t
 
 from __future__ import annotations
 
+import argparse
 import heapq
 
 import torch
@@ -24,6 +25,7 @@ def lengths(density: float) -> list[int]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("density  in turns  as they come")
     for density in (0.05, 0.1, 0.25):
         items = lengths(density)

@@ -1,10 +1,11 @@
 """Block-sparse attention on a sharded sequence: bytes that a rank receives, from the schedule, by density and ranks.
 
-    python benchmarks/blocks_bytes.py [--docs]
+    python benchmarks/blocks_bytes.py [--out FILE]
+    python benchmarks/blocks_bytes.py --docs [--picture FILE]
 
-The command writes results/blocks_bytes.json. ``--docs`` draws the plot and prints the tables of docs/block_sparse.md
-from that file. No data is sent and no attention is computed: tests/ranks/test_block_ring.py
-compares the schedule with the bytes that are sent.
+``--docs`` prints the tables of docs/block_sparse.md from the committed results/blocks_bytes.json, and draws its plot.
+No data is sent and no attention is computed: tests/ranks/test_block_ring.py compares
+the schedule with the bytes that are sent.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def measure() -> list[dict]:
     return rows
 
 
-def docs(rows: list[dict]) -> None:
+def docs(rows: list[dict], picture: Path | None) -> None:
     import matplotlib
 
     matplotlib.use("agg")
@@ -101,7 +102,8 @@ def docs(rows: list[dict]) -> None:
     axes.set_ylabel("MiB received per rank (dotted: dense)", fontsize=8)
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(ROOT / "docs" / "blocks_bytes.png", dpi=100, metadata={"Software": None})
+    if picture:
+        figure.savefig(picture, dpi=100, metadata={"Software": None})
     for name in ("local_window", "tiers", "hierarchical"):
         print(f"\n{name}\n")
         for world in RANKS:
@@ -113,15 +115,20 @@ def docs(rows: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--docs", action="store_true")
-    if parser.parse_args().docs:
-        docs(json.loads(RESULTS.read_text())["rows"])
+    parser.add_argument("--docs", action="store_true", help="measure nothing, show the committed results")
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--picture", type=Path, help="draw the committed results into this file")
+    options = parser.parse_args()
+    if options.docs:
+        docs(json.loads(RESULTS.read_text())["rows"], options.picture)
         return
     setting = {
         "tokens_per_rank": TOKENS_PER_RANK, "block_size": BLOCK_SIZE, "key_heads": KEY_HEADS, "head_dim": HEAD_DIM,
         "element_size": ELEMENT_SIZE, "is_causal": False, "node_size": 8, "version": dilated_attention_pytorch.__version__,
     }  # fmt: skip
-    RESULTS.write_text(json.dumps({**setting, "rows": measure()}, indent=1) + "\n")
+    report = json.dumps({**setting, "rows": measure()}, indent=1)
+    if options.out:
+        options.out.write_text(report + "\n")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """How long does it take to make the lists of block-sparse patterns, and the tables that kernels read, for a million
 tokens?
 
-    python benchmarks/blocks_plan.py
+    python benchmarks/blocks_plan.py [--out FILE]
 
-The command writes results/blocks_plan.json: milliseconds of one thread of the processor, the least of seven, so that
+The times are milliseconds of one thread of the processor, the least of seven, so that
 other load on the machine counts little. Lists and tables are made once for a shape and cached; the table by key block
 is made with the first backward.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import time
@@ -24,7 +25,6 @@ from dilated_attention_pytorch import SparsePatternConfig
 from dilated_attention_pytorch.backends.gpu.block_tables import BlockTables
 from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 
-RESULTS = Path(__file__).parent / "results" / "blocks_plan.json"
 TOKENS, BLOCK_SIZE = 2**20, 128
 SETTINGS: dict[str, dict[str, Any]] = {
     "local_window": {},
@@ -44,13 +44,16 @@ def milliseconds(call: Callable[[], Any]) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     blocks = TOKENS // BLOCK_SIZE
     print("pattern          ratio     entries  lists ms  by query ms  by key ms")
-    for kind, options in SETTINGS.items():
+    for kind, of_kind in SETTINGS.items():
         for ratio in (1 / 512, 0.01, 0.1):
-            config = SparsePatternConfig(kind, ratio, BLOCK_SIZE, **options)
+            config = SparsePatternConfig(kind, ratio, BLOCK_SIZE, **of_kind)
             made = config.lists(0, blocks, True)
             problem = Problem(BlockRule(BLOCK_SIZE, config), True, 1, TOKENS, TOKENS, 1, 1)
             (span,) = problem.spans()
@@ -77,7 +80,8 @@ def main() -> None:
         "torch": torch.__version__,
         "rows": rows,
     }
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """The chart of the README: rates of attention over those of dense cuDNN attention, from committed results.
 
-python benchmarks/chart.py        writes docs/performance.svg
+python benchmarks/chart.py --picture docs/performance.svg
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -27,6 +28,9 @@ def rate(file: str, setting: str, direction: str) -> float | None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, required=True, help="the SVG file to write")
+    options = parser.parse_args()
     ours = json.loads((HERE / "results" / "h200_version16.json").read_text())["rows"]
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, direction in zip(figure.subplots(1, 2, sharey=True), ("forward", "backward"), strict=True):
@@ -47,7 +51,7 @@ def main() -> None:
     handles = [figure.axes[0].patches[0], figure.axes[0].patches[1]]
     figure.legend(handles, ["this library", "the authors' method"], loc="outside lower center", ncols=2, frameon=False)
     figure.suptitle("One H200, bfloat16, at its power limit")
-    figure.savefig(HERE.parent / "docs" / "performance.svg", metadata={"Date": None})
+    figure.savefig(options.picture, metadata={"Date": None})
 
 
 if __name__ == "__main__":

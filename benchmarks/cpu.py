@@ -1,6 +1,6 @@
 """Dilated attention on the CPU against the rate of the dense kernel: time, memory, error.
 
-    python benchmarks/cpu.py [--quick] [--causal]
+    python benchmarks/cpu.py [--quick] [--causal] [--out FILE]
 
 ``ratio`` is the measured time over the time that the floating-point operations of the plan take at the rate of
 PyTorch's dense CPU kernel at L = 2048. That rate is measured in the same run, before and after. A ratio of 1.0 means
@@ -27,7 +27,6 @@ from dilated_attention_pytorch.plan.tiles import compile_plan
 HEADS, HEAD_DIM, DENSE_LENGTH = 8, 64, 2048
 PATTERN = Dilated([2048, 4096, 8192, 16384], [1, 2, 4, 8])
 CPU = torch.device("cpu")
-RESULTS = Path(__file__).parent / "results"
 
 
 def tensors(batch: int, n: int) -> list[torch.Tensor]:
@@ -122,7 +121,8 @@ def plan_milliseconds() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="up to 16,384 tokens, one repeat")
-    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--causal", action="store_true", help="a token sees itself and earlier tokens only")
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     lengths = [4096, 8192, 16384] if options.quick else [4096, 8192, 16384, 32768, 65536]
     torch.manual_seed(0)
@@ -148,11 +148,8 @@ def main() -> None:
             f"{row['relative_error']:.1e}",
             flush=True,
         )
-    if not options.quick:
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"cpu{'_causal' if options.causal else ''}.json"
-        path.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"written to {path}")
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Orders on the CPU: how compact segments are along a Hilbert curve and in row-major order, and what making orders
 costs.
 
-    python benchmarks/orders.py [--quick]
-    pip install --no-deps scikit-image==0.26.0 && python benchmarks/orders.py --tissue [--quick]
+    python benchmarks/orders.py [--quick] [--out FILE] [--picture FILE.svg]
+    pip install --no-deps scikit-image==0.26.0
+    python benchmarks/orders.py --tissue [--quick] [--out FILE] [--picture FILE.png]
 
-The first command takes a 1024 x 1024 grid and writes benchmarks/results/orders.json and docs/orders.svg. The second
-takes the tissue pixels of a picture from the wheel of scikit-image: scattered points without the background. It writes
-benchmarks/results/orders_tissue.json and docs/orders_tissue.png.
+The first command takes a 1024 x 1024 grid. The other one takes the tissue pixels of a picture from the wheel of
+scikit-image: scattered points without the background.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch import Tensor
 from dilated_attention_pytorch import Hilbert, Identity
 from dilated_attention_pytorch.orders.kinds import perimeters
 
-ROOT = Path(__file__).parent.parent
 SIDE = 1024
 SEGMENTS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 TISSUE = "ihc.png"
@@ -79,14 +78,12 @@ def perimeter_ratio(row_major: Tensor, hilbert: Tensor, segment: int = 1024) -> 
     return compactness(row_major, segment)["perimeter"] / compactness(hilbert, segment)["perimeter"]
 
 
-def tissue(quick: bool) -> None:
+def tissue(options: argparse.Namespace) -> None:
     grey = picture(TISSUE)
     threshold = otsu(grey)
     points, along = darker(grey, threshold)
     print(f"{TISSUE}: {len(points):,} of {grey.numel():,} pixels are darker than {threshold}")
-    rows = compare(along, points, SEGMENTS[:2] if quick else SEGMENTS)
-    if quick:
-        return
+    rows = compare(along, points, SEGMENTS[:2] if options.quick else SEGMENTS)
     result = {
         "command": "python benchmarks/orders.py --tissue",
         "scikit_image": wheel_version(),
@@ -98,8 +95,9 @@ def tissue(quick: bool) -> None:
         "compactness": rows,
         "perimeter_ratio_at_1024_by_threshold": {level: perimeter_ratio(*darker(grey, level)) for level in THRESHOLDS},
     }
-    write("orders_tissue.json", result)
-    plot_tissue(rows, points, along, tuple(grey.shape))
+    write(options.out, result)
+    if options.picture:
+        plot_tissue(options.picture, rows, points, along, tuple(grey.shape))
 
 
 def versions() -> dict:
@@ -111,8 +109,9 @@ def versions() -> dict:
     }
 
 
-def write(name: str, result: dict) -> None:
-    (ROOT / "benchmarks" / "results" / name).write_text(json.dumps(result, indent=1) + "\n")
+def write(file: Path | None, result: dict) -> None:
+    if file:
+        file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def seconds(make) -> float:
@@ -147,7 +146,7 @@ def times(quick: bool) -> dict[str, float]:
     }
 
 
-def plot(rows: list[dict]) -> None:
+def plot(file: Path, rows: list[dict]) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -164,7 +163,7 @@ def plot(rows: list[dict]) -> None:
     plot_perimeters(boxes, rows)
     boxes.set_title(f"{SIDE} x {SIDE} grid")
     figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "orders.svg", metadata={"Date": None})
+    figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def plot_perimeters(axes, rows: list[dict]) -> None:
@@ -174,7 +173,9 @@ def plot_perimeters(axes, rows: list[dict]) -> None:
     axes.legend()
 
 
-def plot_tissue(rows: list[dict], row_major: Tensor, hilbert: Tensor, size: tuple[int, int], segment: int = 1024) -> None:
+def plot_tissue(
+    file: Path, rows: list[dict], row_major: Tensor, hilbert: Tensor, size: tuple[int, int], segment: int = 1024
+) -> None:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -192,16 +193,18 @@ def plot_tissue(rows: list[dict], row_major: Tensor, hilbert: Tensor, size: tupl
         axes.set(xticks=[], yticks=[])
     plot_perimeters(boxes, rows)
     boxes.set_box_aspect(1)
-    figure.savefig(ROOT / "docs" / "orders_tissue.png", dpi=80)
+    figure.savefig(file, format="png", dpi=80)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes, nothing written")
+    parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--tissue", action="store_true", help="pixels of tissue, not a grid")
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--picture", type=Path, help="draw the results into this file")
     options = parser.parse_args()
     if options.tissue:
-        tissue(options.quick)
+        tissue(options)
         return
     measured = times(options.quick)
     print(json.dumps(measured))
@@ -210,8 +213,6 @@ def main() -> None:
         for order in (Hilbert.grid(SIDE, SIDE), Identity(SIDE * SIDE))
     )
     rows = compare(hilbert, row_major, SEGMENTS[:2] if options.quick else SEGMENTS)
-    if options.quick:
-        return
     result = {
         "command": "python benchmarks/orders.py",
         **versions(),
@@ -219,8 +220,9 @@ def main() -> None:
         "compactness": rows,
         "seconds": measured,
     }
-    write("orders.json", result)
-    plot(rows)
+    write(options.out, result)
+    if options.picture:
+        plot(options.picture, rows)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Does the order of tokens change what a model learns? Masked pixels of real pictures, Hilbert and row-major order.
 
     pip install --no-deps scikit-image==0.26.0
-    python benchmarks/orders_learning.py [--quick]
+    python benchmarks/orders_learning.py [--quick] [--out FILE] [--picture FILE]
 
 A model of two layers of dilated attention sees a crop of 64 x 64 pixels, one token per pixel. Half of the pixels are
 hidden in squares of 4 x 4, and the model predicts them. The runs differ only in the order of the tokens: initial
 weights, crops, masks and steps are equal, and every token carries its two coordinates. Training and test pictures are
 different pictures.
 
-It takes about 10 minutes on two cores, with one process on each. It writes benchmarks/results/orders_learning.json and
-docs/orders_learning.png.
+It takes about 10 minutes on two cores, with one process on each.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ import dilated_attention_pytorch
 from dilated_attention_pytorch import Dilated, DilatedAttention, Hilbert, Identity, Order
 
 Predict = Callable[[Tensor, Tensor], Tensor]
-ROOT = Path(__file__).parent.parent
 # Chosen before the first run: photographs, textures and medicine on both sides.
 TRAINING = (
     "astronaut.png", "brick.png", "camera.png", "clock_motion.png", "coins.png", "gravel.png", "hubble_deep_field.jpg",
@@ -188,7 +186,7 @@ def summary(runs: list[dict]) -> dict:
     }
 
 
-def plot(runs: list[dict]) -> None:
+def plot(file: Path, runs: list[dict]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
@@ -204,12 +202,14 @@ def plot(runs: list[dict]) -> None:
     axes.set_title("Held-out pictures, a line for each seed", fontsize=11)
     axes.grid(color="#e4e4e4", linewidth=0.6)
     axes.legend(frameon=False)
-    figure.savefig(ROOT / "docs" / "orders_learning.png", dpi=110)
+    figure.savefig(file, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two seeds of 8 steps, nothing written")
+    parser.add_argument("--quick", action="store_true", help="two seeds of 8 steps")
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--picture", type=Path, help="draw the results into this file")
     options = parser.parse_args()
     steps, seeds = (8, 2) if options.quick else (STEPS, SEEDS)
     baseline = dict(zip(HELD_OUT, error(visible_mean, load(HELD_OUT)), strict=True))
@@ -223,8 +223,6 @@ def main() -> None:
     runs.sort(key=lambda r: (r["seed"], r["order"]))
     result = summary(runs)
     print(json.dumps(result, indent=1))
-    if options.quick:
-        return
     report = {
         "command": "python benchmarks/orders_learning.py",
         "python": platform.python_version(),
@@ -236,15 +234,17 @@ def main() -> None:
             "training": TRAINING, "held_out": HELD_OUT, "test_crops_of_each": TEST_CROPS, "side": SIDE, "square": SQUARE,
             "hidden": HIDDEN, "pattern": Dilated(SEGMENT_LENGTHS, DILATION_RATES).spec, "layers": LAYERS, "width": WIDTH,
             "heads": HEADS, "parameters": sum(p.numel() for p in Model(orders()["hilbert"]).parameters()), "batch": BATCH,
-            "steps": STEPS, "learning_rate": RATE, "dtype": "float32",
+            "steps": steps, "learning_rate": RATE, "dtype": "float32",
         },
         "unit": "root mean square error of hidden pixels, of 255 grey levels",
         "mean_of_visible_pixels": {"error": statistics.mean(baseline.values()), "pictures": baseline},
         "summary": result,
         "runs": runs,
     }  # fmt: skip
-    (ROOT / "benchmarks" / "results" / "orders_learning.json").write_text(json.dumps(report, indent=1) + "\n")
-    plot(runs)
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    if options.picture:
+        plot(options.picture, runs)
 
 
 if __name__ == "__main__":

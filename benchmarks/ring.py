@@ -1,9 +1,11 @@
 """Sharded sequences on a CPU: memory and traffic per rank, and the speed of two ranks against one.
 
-    python benchmarks/ring.py [memory] [traffic] [speed] [--docs]
+    python benchmarks/ring.py [memory] [traffic] [speed] [--out FILE]
+    python benchmarks/ring.py --docs [--picture FILE]
 
-Each named measurement (all by default) replaces its section of results/ring_cpu.json. ``--docs`` draws the plot and
-prints the tables of docs/distributed.md from that file. ``speed`` needs two idle cores and some minutes.
+Each named measurement (all by default) replaces its section of FILE, if there is one. ``--docs`` prints the tables of
+docs/distributed.md from the committed results/ring_cpu.json, and draws its plot. ``speed`` needs two idle
+cores and some minutes.
 """
 
 from __future__ import annotations
@@ -141,7 +143,7 @@ def speed() -> dict:
     return {"tokens": SPEED_TOKENS, "pattern": SPEED_PATTERN.spec, "seconds": times, "speedup": one / two}
 
 
-def docs(results: dict) -> None:
+def docs(results: dict, picture: Path | None) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -159,7 +161,8 @@ def docs(results: dict) -> None:
     axes.set_ylabel("MiB received per rank")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(ROOT / "docs" / "ring_traffic.svg", metadata={"Date": None})
+    if picture:
+        figure.savefig(picture, format="svg", metadata={"Date": None})
     for row in rows:
         spanning = ", ".join(f"{x['most'] / 2**20:.2f}" for x in row["branches"].values())
         print(
@@ -175,16 +178,21 @@ def main() -> None:
     sections = {"memory": memory, "traffic": traffic, "speed": speed}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", choices=[*sections, []], default=[])
-    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--docs", action="store_true", help="measure nothing, show the committed results")
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--picture", type=Path, help="draw the committed results into this file")
     options = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for name in options.sections or ([] if options.docs else sections):
+    if options.docs:
+        docs(json.loads(RESULTS.read_text()), options.picture)
+        return
+    results = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    for name in options.sections or sections:
         results[name] = sections[name]()
         results["machine"] = {"cpu": platform.machine(), "cores": torch.get_num_threads(), "torch": torch.__version__}
         results["version"] = dilated_attention_pytorch.__version__
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    if options.docs:
-        docs(results)
+        print(json.dumps({name: results[name]}))
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

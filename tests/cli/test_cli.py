@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,8 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner, Result
 
 from dilated_attention_pytorch import Dilated, attention
-from dilated_attention_pytorch.cli import demo
+from dilated_attention_pytorch import __version__ as version
+from dilated_attention_pytorch.cli import demo, pictures
 from dilated_attention_pytorch.cli.app import app
 from dilated_attention_pytorch.cli.demo import standard_library
 
@@ -75,7 +77,7 @@ def test_demo_measures_checks_and_draws(tmp_path, causal):
 
 def test_nothing_but_text_where_there_is_no_terminal(tmp_path):
     """In a process of its own: escape codes, the profiler's log and warnings of PyTorch would all be seen."""
-    command = [sys.executable, "-c", "from dilated_attention_pytorch.cli import main; main()"]
+    command = [sys.executable, "-m", "dilated_attention_pytorch"]
     result = subprocess.run(
         [*command, "demo", "--quick", "--max-tokens", "300", "--device", "cpu", "--output", str(tmp_path)],
         capture_output=True, text=True, timeout=120, check=False,
@@ -88,7 +90,7 @@ def test_nothing_but_text_where_there_is_no_terminal(tmp_path):
 
 @pytest.mark.parametrize("missing", ["typer", "rich", "matplotlib"])
 def test_missing_extras_are_one_sentence(tmp_path, missing):
-    program = f"import sys; sys.modules[{missing!r}] = None; from dilated_attention_pytorch.cli import main; main()"
+    program = f"import sys; sys.modules[{missing!r}] = None; from dilated_attention_command import main; main()"
     result = subprocess.run(
         [sys.executable, "-c", program, "demo", "--output", str(tmp_path)],
         capture_output=True, text=True, timeout=120, check=False,
@@ -97,18 +99,83 @@ def test_missing_extras_are_one_sentence(tmp_path, missing):
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
     assert missing in result.stderr
-    assert "pip install 'dilated-attention-pytorch[cli,plot]'" in result.stderr
+    assert "pip install '.[cli,plot]' in a clone of the repository, or pip install typer rich matplotlib" in result.stderr
 
 
-def test_a_file_where_the_folder_should_be(tmp_path, small):
-    output = tmp_path / "taken"
-    output.write_text("mine")
-    result = run("--output", output)
+@pytest.mark.parametrize("taken", ["out", "out/pattern.png", "out/scaling.png"])
+def test_the_folder_is_checked_before_anything_is_measured(tmp_path, monkeypatch, taken):
+    """A file in the place of the folder, or a folder in the place of a picture."""
+
+    def measure(settings, report):
+        raise AssertionError("nothing can be written, so nothing should be measured")
+
+    monkeypatch.setattr("dilated_attention_pytorch.cli.app.measure", measure)
+    if taken == "out":
+        (tmp_path / taken).write_text("mine")
+    else:
+        (tmp_path / taken).mkdir(parents=True)
+    result = run("--output", tmp_path / "out")
     assert result.exit_code == 1
-    assert len(table_rows(result.stdout)) == 3
-    assert str(output) in result.stderr
-    assert "Not a directory" in result.stderr
-    assert output.read_text() == "mine"
+    assert result.stdout == ""
+    reason = "Not a directory" if taken == "out" else "Is a directory"
+    path = tmp_path / ("out/pattern.png" if taken == "out" else taken)
+    assert result.stderr == f"{path} could not be written: {reason}; choose another folder with --output.\n"
+    assert (tmp_path / taken).is_dir() or (tmp_path / taken).read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_is_not_writable(tmp_path, small):
+    tmp_path.chmod(0o500)
+    result = run("--output", tmp_path)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert f"{tmp_path / 'pattern.png'} could not be written: Permission denied" in result.stderr
+
+
+def test_numbers_are_whole_at_60_columns(tmp_path, small, monkeypatch):
+    """Large numbers of a GPU: a cell that does not fit would end with an ellipsis."""
+    rows = [demo.Row(1_048_576, 0.0310, 1_610_612_736, 2**30, 2.1e-3, 1234.5, False)] * 3
+    monkeypatch.setattr("dilated_attention_pytorch.cli.app.measure", lambda settings, report: rows)
+    for columns in ("60", "30"):
+        monkeypatch.setenv("COLUMNS", columns)
+        result = run("--output", tmp_path)
+        assert result.exit_code == 0, result.output
+        cells = ["1,048,576", "31.0 ms", "33,825,032", "1,536.0", "2.1e-03", "~1,234 s"]
+        assert table_rows(result.stdout) == [cells] * 3
+        assert "…" not in result.stdout
+        lines = [line for line in result.stdout.splitlines() if not line.startswith("Picture: ")]
+        if columns == "60":
+            assert max(map(len, lines)) <= 60
+
+
+def test_what_is_measured_and_what_is_predicted(tmp_path, small, monkeypatch):
+    measured, predicted = (demo.Row(64, 0.1, 2**20, 2**20, 1e-7, 0.2, known) for known in (True, False))
+    for rows, said in (([measured], [True, False]), ([measured, predicted], [True, True]), ([predicted], [False, True])):
+        monkeypatch.setattr("dilated_attention_pytorch.cli.app.measure", lambda settings, report, rows=rows: rows)
+        text = " ".join(run("--output", tmp_path).stdout.split())
+        assert "Measured: time, tokens/s, and MiB" in text
+        assert ["Measured: dense" in text, "Predicted: dense with ~" in text] == said
+
+
+def test_logarithmic_axes_say_so():
+    rows = [demo.Row(64 << i, 0.1 * 2**i, 2**20, 2**20, 1e-7, 0.2 * 4**i, i < 2) for i in range(3)]
+    figure = pictures.scaling_picture(rows, "title")
+    for axes in figure.axes:
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+        assert "logarithmic" in axes.get_xlabel()
+        assert "logarithmic" in axes.get_ylabel()
+    labels = [line.get_label() for line in figure.axes[0].lines]
+    assert labels == ["dilated attention, measured", "dense attention, measured", "dense attention, predicted"]
+
+
+def test_version_and_module():
+    result = subprocess.run(
+        [sys.executable, "-m", "dilated_attention_pytorch", "--version"],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert result.stdout == f"dilated-attention {version}, torch {torch.__version__}, Python {python}\n"
+    assert result.stderr == ""
 
 
 def test_a_full_disk_leaves_the_old_picture_and_nothing_half_written(tmp_path, small, monkeypatch):

@@ -146,6 +146,72 @@ def test_bad_options(tmp_path, arguments, said):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["x", "x.txt", "x.gif", "picture.png.bak", ".png"])
+def test_names_that_are_not_pictures(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("dilated_attention_pytorch.cli.app.make_view", None)  # it would be called later
+    result = run("--output", tmp_path / name)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    said = f"--output must be a picture, a name that ends in .png, .svg, .pdf, got '{tmp_path / name}'"
+    assert result.stderr == said + "\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "start"), [("x.PNG", b"\x89PNG"), ("x.svg", b"<?xml"), ("x.pdf", b"%PDF")])
+def test_formats_of_pictures(tmp_path, name, start):
+    assert run("--grid", "4x4", "--output", tmp_path / name).exit_code == 0
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_the_picture_comes_before_the_table(tmp_path):
+    result = run("--grid", "4x4", "--output", tmp_path / "x.png")
+    assert result.stdout.splitlines()[0] == f"Picture: {tmp_path / 'x.png'}"
+
+
+def touching(segments: torch.Tensor) -> set[tuple[int, int]]:
+    height, width = segments.shape
+    cells = segments.tolist()
+    pairs = [(cells[y][x], cells[y][x + 1]) for y in range(height) for x in range(width - 1)]
+    pairs += [(cells[y][x], cells[y + 1][x]) for y in range(height - 1) for x in range(width)]
+    return {(a, b) for a, b in pairs if a != b}
+
+
+@pytest.mark.parametrize("name", ["hilbert", "row-major", "zigzag", "striped"])
+@pytest.mark.parametrize("grid", ["64x64", "16x48", "1x60", "60x1", "5x9"])
+def test_segments_that_touch_have_different_colours(name, grid):
+    view = make_view(grid, "24,96", "1,4", None)
+    segments = view.segments(make_order(name, view, None))
+    colours = pictures.segment_colours(segments, 8)
+    of_segment = {}
+    for segment, colour in zip(segments.flatten().tolist(), colours.flatten().tolist(), strict=True):
+        assert of_segment.setdefault(segment, colour) == colour
+    assert all(of_segment[a] != of_segment[b] for a, b in touching(segments))
+    assert set(of_segment.values()) <= set(range(8))
+
+
+def test_segments_of_a_striped_order_differ_within_a_band():
+    """Four ranks take turns cell by cell: their segments are next to one another, and none has the colour of another."""
+    view = make_view("64x64", None, None, None)
+    segments = view.segments(make_order("striped", view, 4))
+    colours = pictures.segment_colours(segments, 8)
+    assert len(set(segments[0, :4].tolist())) == 4
+    assert len(set(colours[0, :4].tolist())) == 4
+
+
+@pytest.mark.parametrize("grid", ["4x256", "1x256", "256x3", "256x1", "2x7", "64x64", "30x64"])
+def test_panels_of_thin_grids_are_legible(grid):
+    view = make_view(grid, None, None, None)
+    figure = pictures.order_picture({name: make_order(name, view, None) for name in ("hilbert", "row-major")}, view)
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        box = axes.get_window_extent()
+        assert min(box.width, box.height) / figure.dpi > 0.7
+        assert max(box.width, box.height) / figure.dpi > 2
+    square = figure.axes[0].get_window_extent()
+    is_square = abs(square.width / view.width / (square.height / view.height) - 1) < 0.02
+    assert is_square == ("drawn" not in figure.get_suptitle())
+
+
 def test_a_folder_where_the_file_should_be(tmp_path):
     result = run("--grid", "4x4", "--output", tmp_path)
     assert result.exit_code == 1
@@ -153,7 +219,7 @@ def test_a_folder_where_the_file_should_be(tmp_path):
 
 
 def test_show_without_matplotlib_is_one_sentence(tmp_path):
-    program = "import sys; sys.modules['matplotlib'] = None; from dilated_attention_pytorch.cli import main; main()"
+    program = "import sys; sys.modules['matplotlib'] = None; from dilated_attention_command import main; main()"
     result = subprocess.run(
         [sys.executable, "-c", program, "show", "--output", str(tmp_path / "x.png")],
         capture_output=True, text=True, timeout=120, check=False,

@@ -166,7 +166,8 @@ def _print_results(console: Console, rows: Sequence[Row]) -> None:
     table = _table(rows)
     console.print()
     # A cell that is cut off would be a wrong number. A table that is too wide is left to the terminal to wrap.
-    console.print(table, width=max(console.width, console.measure(table).minimum), crop=False)
+    needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    console.print(table, width=max(console.width, needed), crop=False)
     console.print()
     console.print("Measured: time, tokens/s, and MiB, which is memory beyond the inputs.")
     console.print("Computed: error, the largest relative error of a sample of rows against float64.")
@@ -185,7 +186,7 @@ def _seconds_text(seconds: float) -> str:
 
 def _table(rows: Sequence[Row]) -> Table:
     """The table of results for 60 columns, one line per length. A predicted time of dense attention has a ``~``."""
-    result = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    result = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("tokens", "time", "tokens/s", "MiB", "error", "dense"):
         result.add_column(name, justify="right", no_wrap=True, style="bold" if name in ("tokens", "time") else "")
     for row in rows:
