@@ -167,7 +167,7 @@ def _print_results(console: Console, rows: Sequence[Row]) -> None:
     console.print()
     # A cell that is cut off would be a wrong number. A table that is too wide is left to the terminal to wrap.
     needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
-    console.print(table, width=max(console.width, needed), crop=False)
+    Console(highlight=False, width=max(console.width, needed)).print(table)
     console.print()
     console.print("Measured: time, tokens/s, and MiB, which is memory beyond the inputs.")
     console.print("Computed: error, the largest relative error of a sample of rows against float64.")
