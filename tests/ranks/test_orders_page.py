@@ -75,7 +75,7 @@ def check_ranks(group) -> None:
     rank = dist.get_rank()
     names = names_of_page()
     torch.set_default_dtype(torch.float64)
-    exec(blocks()[1], names)
+    exec(blocks()[2], names)
     expected = out_and_gradients(per_call(names), names["patches"])
     torch.testing.assert_close(names["whole"], expected[0], rtol=1e-10, atol=1e-10)
     early, late = ((0, 16), (47, 63)) if rank == 0 else ((16, 32), (32, 47))  # 63 rows, zigzag
