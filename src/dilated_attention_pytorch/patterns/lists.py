@@ -140,7 +140,9 @@ class BlockLists:
         """Boolean (S, L, Q, K), on the device of the indices."""
         (row, entry), device = self._entries(), self.indices.device
         table = torch.zeros((self.counts.numel(), self.key_blocks), dtype=torch.bool, device=device)
-        table[row.to(device), self.indices[entry.to(device)].long()] = True
+        # Out of place, because torch.vmap may have mapped the indices.
+        met = torch.ones((), dtype=torch.bool, device=device)
+        table = table.index_put((row.to(device), self.indices[entry.to(device)].long()), met)
         return table.view(*self.counts.shape, self.key_blocks)
 
     def pairs(self, positions: range, length: int, is_causal: bool) -> int:
