@@ -1,4 +1,4 @@
-"""Calls under the transformations of ``torch.func``: equal to the reference backend under plain autograd, entry by entry."""
+"""Calls under the transformations of ``torch.func`` equal the reference backend under plain autograd, entry by entry."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _chosen_lists(problem: Problem, chosen: Tensor, span: Span, row: int) -> Blo
     first, blocks = _block_range(span, rule.block_size)
     budget = rule.config.rows(first, blocks, problem.is_causal).budget.long()
     batch, heads, rows, width = chosen.shape
-    starts = torch.arange(batch * heads * rows).view(batch, heads, rows) * width
+    starts = torch.arange(batch * heads * rows, device="cpu").view(batch, heads, rows) * width
     own = starts[span.samples, :, row : row + len(budget)]
     return BlockLists(budget.expand(own.shape), own, chosen.flatten(), rule.block_size, blocks, first)
 
