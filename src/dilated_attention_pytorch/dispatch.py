@@ -12,11 +12,13 @@ An operator with a registered gradient refuses the transformations of ``torch.fu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 from dilated_attention_pytorch.batching import BatchRule, map_operator
 
@@ -79,6 +81,24 @@ def define_operator(
     return operator
 
 
+def _register_flops(operator: torch._ops.OpOverload, formula: Callable[..., int]) -> None:
+    """Let ``FlopCounterMode`` know the formula of an operator.
+
+    Importing the module of this mode imports triton, so nothing is registered before somebody else has imported it. A mode
+    copies the registry when it is made, so modes that are active already get the formula themselves.
+    """
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return
+    packet = operator.overloadpacket
+    if packet not in module.flop_registry:
+        module.register_flop_formula(packet, get_raw=True)(formula)
+    for mode in getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)():
+        counter = getattr(mode, "counter", None)
+        if isinstance(counter, module.FlopCounterMode):
+            counter.flop_registry.setdefault(packet, formula)
+
+
 def under_transforms(
     operator: torch._ops.OpOverload,
     gradient: Callable[..., Any],
@@ -125,6 +145,7 @@ def with_gradient(
     gradient: Callable[..., Any],
     save: Callable[..., None],
     rules: Sequence[BatchRule],
+    flops: Callable[..., int],
 ) -> Callable[..., Any]:
     """Register the gradient of an operator, and return a function that takes the shortcut where it can."""
     torch.library.register_autograd(operator, gradient, setup_context=save)
@@ -143,6 +164,8 @@ def with_gradient(
 
     def call(*inputs: Any) -> Any:
         if _observed(inputs):
+            if not torch.compiler.is_compiling():
+                _register_flops(operator, flops)
             return through_operator(*inputs)
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs if isinstance(x, Tensor)):
             return Direct.apply(*inputs)  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ from dilated_attention_pytorch.dispatch import define_operator, under_transforms
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.lengths import host_cu_seqlens, host_lengths
 from dilated_attention_pytorch.patterns.blocks import BlockSparse, SparsePatternConfig
+from dilated_attention_pytorch.plan.counts import count_pairs, has_values
 from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.plan.lists import choose, chosen_shape, find_rule
 from dilated_attention_pytorch.plan.problem import Problem, find_problem
@@ -168,6 +169,24 @@ def _choose_blocks_fake(
     return query.new_empty(shape, dtype=torch.int32)
 
 
+def _flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """The FLOPs of a forward for ``FlopCounterMode``: 4 D for each pair that the plan computes.
+
+    PyTorch counts its own attention alike, but causal tiles as full ones. Without values, lengths are those of the tensors.
+    """
+    arguments = OperatorArguments(*rest)
+    if any(isinstance(x, Tensor) and not has_values(x) for x in (arguments.lengths, arguments.cu_seqlens)):
+        arguments = arguments._replace(lengths=None, cu_seqlens=None)
+    problem = arguments.problem(query, key)
+    return 4 * query.shape[-1] * count_pairs(problem, arguments.indices if arguments.starts is None else None)
+
+
+def _backward_flops(dout: Tensor, dlse: Tensor | None, *rest: Any, out_val: Any = None) -> int:
+    """The FLOPs of a backward: 10 D for each pair, because it computes five products where the forward computes two."""
+    query, key, value, _, _, *arguments = rest
+    return _flops(query, key, value, *arguments) * 5 // 2
+
+
 def _mark_choice(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.mark_non_differentiable(output)
 
@@ -180,10 +199,10 @@ def _no_gradient(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
 attend = define_operator("attend", _attend, _attend_fake, _FORWARD_SCHEMA)
 attend_backward = define_operator("attend_backward", _attend_backward, _attend_backward_fake, _BACKWARD_SCHEMA)
 choose_blocks = define_operator("choose_blocks", _choose_blocks, _choose_blocks_fake)
-call_attend = with_gradient(attend, _attend, _backward, _setup_context, (_ROWS, _ROWS, _ROWS, *_ARGUMENT_RULES))
+call_attend = with_gradient(attend, _attend, _backward, _setup_context, (_ROWS, _ROWS, _ROWS, *_ARGUMENT_RULES), _flops)
 call_attend_backward = with_gradient(
     attend_backward, _attend_backward, _no_second_derivative, _save_nothing,
-    (_ROWS, _LSE, _ROWS, _ROWS, _ROWS, _ROWS, _LSE, *_ARGUMENT_RULES),
+    (_ROWS, _LSE, _ROWS, _ROWS, _ROWS, _ROWS, _LSE, *_ARGUMENT_RULES), _backward_flops,
 )  # fmt: skip
 call_choose_blocks = under_transforms(choose_blocks, _no_gradient, _mark_choice, _CHOICE_RULES)
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dilated_attention_pytorch.patterns.blocks import SparsePatternConfig
 from dilated_attention_pytorch.patterns.lists import BlockLists
@@ -51,7 +52,8 @@ def find_rule(spec: str, lists: tuple[Tensor | None, ...], keys: int) -> BlockRu
 def _static_lists(
     config: SparsePatternConfig, first: int, blocks: int, is_causal: bool, device: torch.device
 ) -> BlockLists:
-    return config.lists(first, blocks, is_causal).to(device)
+    with _disable_current_modes():  # the cache must not keep fake tensors
+        return config.lists(first, blocks, is_causal).to(device)
 
 
 def _block_range(span: Span, block_size: int) -> tuple[int, int]:
