@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch import backends, operators
 from dilated_attention_pytorch.backends.request import Request
-from dilated_attention_pytorch.backends.targets import without_fakes
+from dilated_attention_pytorch.backends.targets import is_fake, without_fakes
 from dilated_attention_pytorch.call import Call, make_call
 from dilated_attention_pytorch.lengths import Lengths
 from dilated_attention_pytorch.orders.order import Order
@@ -146,6 +146,9 @@ def explain(
     """
     if layout is not None and world_size is None:
         raise ValueError(f"layout says how a sequence is sharded over ranks: got layout={layout!r} without world_size")
+    for name, x in (("lengths", lengths), ("cu_seqlens", cu_seqlens)):
+        if is_fake(x):
+            raise ValueError(f"{name} must have values to plan with, got a fake tensor; make it outside of FakeTensorMode")
     with real_tensors():
         tensors, target = without_fakes(Inputs(query, key, value), device)
         call, inputs = make_call(
