@@ -147,8 +147,9 @@ def explain(
     if layout is not None and world_size is None:
         raise ValueError(f"layout says how a sequence is sharded over ranks: got layout={layout!r} without world_size")
     for name, x in (("lengths", lengths), ("cu_seqlens", cu_seqlens)):
-        if is_fake(x):
-            raise ValueError(f"{name} must have values to plan with, got a fake tensor; make it outside of FakeTensorMode")
+        if isinstance(x, Tensor) and not has_values(x):
+            kind = "fake tensor" if is_fake(x) else "tensor on the meta device"
+            raise ValueError(f"{name} must have values to plan with, got a {kind}; pass a list of integers")
     with real_tensors():
         tensors, target = without_fakes(Inputs(query, key, value), device)
         call, inputs = make_call(

@@ -31,7 +31,7 @@ from dilated_attention_pytorch import (
     explain,
 )
 from dilated_attention_pytorch.distributed import Shards, simulate_ring
-from dilated_attention_pytorch.orders.order import Identity
+from dilated_attention_pytorch.orders.kinds import Identity
 from dilated_attention_pytorch.patterns.tiers import TIER_PATTERNS
 
 N = 75
@@ -162,6 +162,12 @@ def other_samples():
     ]  # fmt: skip
     order = Hilbert.grid(5, 15, device="cpu")
     yield "hilbert", attend(DILATED, order=order)
+    points = torch.rand(2, N, 2, generator=torch.Generator("cpu").manual_seed(2), dtype=torch.float32, **CPU)
+    slides = Hilbert.coordinates(points, lengths=[33, 75], device="cpu")
+    yield "slides", attend(DILATED, order=slides, lengths=[33, 75])
+    sequences = [[x[0, :n].detach() for n in (33, 75)] for x in tensors()]
+    nested = [torch.nested.nested_tensor(x, layout=torch.jagged, device="cpu") for x in sequences]
+    yield "nested", [attention(*nested, DILATED).values()]
     told = explain(*tensors(), DILATED, is_causal=True, lengths=index([33, 75]))
     yield "explain", [told.pairs, told.dense_pairs, told.tiles]
     told = explain(*tensors(), DILATED, world_size=3)
