@@ -5,15 +5,22 @@ PyTorch's dispatcher takes longer for an operator with a Python gradient than a 
 ``autograd.Function``. It is taken only if no compiler, mode, transformation, tensor subclass or profiler would see the
 operator. PyTorch answers these questions by private functions, which are resolved here at import. If one of them is
 missing, every call goes through the operator.
+
+An operator with a registered gradient refuses the transformations of ``torch.func``. Under these, a call goes through an
+``autograd.Function`` with a rule for ``vmap``, whose forward calls the operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
+
+from dilated_attention_pytorch.batching import BatchRule, map_operator
 
 # Types of arguments that only autograd looks at.
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None), str, bool, int, float}
@@ -42,6 +49,7 @@ def find_queries() -> tuple[Callable[[], Any], ...] | None:
 
 
 _queries = find_queries()
+_transforms_active = _resolve("_are_functorch_transforms_active") or (lambda: False)
 
 
 def _observed(inputs: tuple[Any, ...]) -> bool:
@@ -73,30 +81,92 @@ def define_operator(
     return operator
 
 
+def _register_flops(operator: torch._ops.OpOverload, formula: Callable[..., int]) -> None:
+    """Let ``FlopCounterMode`` know the formula of an operator.
+
+    Importing the module of this mode imports triton, so nothing is registered before somebody else has imported it. A mode
+    copies the registry when it is made, so modes that are active already get the formula themselves.
+    """
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return
+    packet = operator.overloadpacket
+    if packet not in module.flop_registry:
+        module.register_flop_formula(packet, get_raw=True)(formula)
+    for mode in getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)():
+        counter = getattr(mode, "counter", None)
+        if isinstance(counter, module.FlopCounterMode):
+            counter.flop_registry.setdefault(packet, formula)
+
+
+def under_transforms(
+    operator: torch._ops.OpOverload,
+    gradient: Callable[..., Any],
+    save: Callable[..., None],
+    rules: Sequence[BatchRule],
+) -> Callable[..., Any]:
+    """A function that calls an operator and that the transformations of ``torch.func`` accept.
+
+    ``gradient`` and ``save`` are its ``backward`` and ``setup_context``. ``rules`` has a rule of vmap for each argument.
+    """
+
+    class Transformed(torch.autograd.Function):
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            return operator(*inputs)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            save(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return gradient(ctx, *grads)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            raise NotImplementedError("forward-mode derivatives need backend='reference' (short sequences)")
+
+        @staticmethod
+        def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+            return map_operator(call, rules, info.batch_size, dims, inputs)
+
+    def call(*inputs: Any) -> Any:
+        if _transforms_active() and not torch.compiler.is_compiling():
+            return Transformed.apply(*inputs)  # type: ignore[no-untyped-call]
+        return operator(*inputs)
+
+    return call
+
+
 def with_gradient(
     operator: torch._ops.OpOverload,
     function: Callable[..., Any],
-    backward: Callable[..., Any],
-    setup_context: Callable[..., None] | None = None,
+    gradient: Callable[..., Any],
+    save: Callable[..., None],
+    rules: Sequence[BatchRule],
+    flops: Callable[..., int],
 ) -> Callable[..., Any]:
     """Register the gradient of an operator, and return a function that takes the shortcut where it can."""
-    torch.library.register_autograd(operator, backward, setup_context=setup_context)
+    torch.library.register_autograd(operator, gradient, setup_context=save)
+    through_operator = under_transforms(operator, gradient, save, rules)
 
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             output = function(*inputs)
-            if setup_context is not None:
-                setup_context(ctx, inputs, output)
+            save(ctx, inputs, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return backward(ctx, *grads)
+            return gradient(ctx, *grads)
 
     def call(*inputs: Any) -> Any:
         if _observed(inputs):
-            return operator(*inputs)
+            if not torch.compiler.is_compiling():
+                _register_flops(operator, flops)
+            return through_operator(*inputs)
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs if isinstance(x, Tensor)):
             return Direct.apply(*inputs)  # type: ignore[no-untyped-call]
         return function(*inputs)

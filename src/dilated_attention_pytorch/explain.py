@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,13 +11,15 @@ from torch import Tensor
 
 from dilated_attention_pytorch import backends, operators
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.backends.targets import is_fake, without_fakes
 from dilated_attention_pytorch.call import Call, make_call
 from dilated_attention_pytorch.lengths import Lengths
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
-from dilated_attention_pytorch.plan.lists import lists_of
+from dilated_attention_pytorch.plan.counts import count, has_values, real_tensors
 from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.values import Inputs, Options
 
 if TYPE_CHECKING:  # importing it imports torch.distributed
     from dilated_attention_pytorch.distributed.simulate import ShardedTraffic
@@ -54,6 +57,19 @@ class Explanation:
     forward_flops: int
     sharding: ShardedTraffic | None = None
     blocks: BlockCount | None = None  # of a block-sparse pattern
+    rows: int = 0  # pairs of a row and a query head, without the rows behind lengths
+    empty_rows: int | None = 0  # those of them that meet no key and get zeros; None if unknown
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def backward_flops(self) -> int:
+        """A backward computes five products of each tile, a forward two."""
+        return self.forward_flops * 5 // 2
+
+    @property
+    def empty_share(self) -> float | None:
+        """The share of pairs of a row and a query head that meet no key; None if unknown."""
+        return None if self.empty_rows is None else self.empty_rows / max(1, self.rows)
 
     def __str__(self) -> str:
         share = self.pairs / self.dense_pairs if self.dense_pairs else 0.0
@@ -64,7 +80,10 @@ class Explanation:
             f"plan      {self.sequences} sequence(s), {tiles}",
             f"work      {self.forward_flops / 1e9:,.3f} GFLOP forward, {share:.3%} of the pairs of dense attention",
         ]
-        return "\n".join([*lines, *([] if self.sharding is None else [str(self.sharding)])])
+        if self.empty_share:
+            lines.append(f"zeros     {self.empty_share:.3%} of the (row, head) pairs meet no key: their output is 0")
+        lines += [] if self.sharding is None else [str(self.sharding)]
+        return "\n".join([*lines, *(f"warning   {text}" for text in self.warnings)])
 
 
 def explain(
@@ -81,6 +100,7 @@ def explain(
     order: Order | None = None,
     world_size: int | None = None,
     layout: str | None = None,
+    device: str | torch.device | None = None,
 ) -> Explanation:
     """Which backend and kernel ``attention`` would use for these arguments, why not others, and how much work it is.
 
@@ -88,6 +108,10 @@ def explain(
     explanation also says what so many ranks would send one another, and which backends would compute a rank's rows. The
     ranks then have even shards of these tensors in the ``layout`` of ``attention``, and exact mixing gradients. The backend
     of the first line is that of one device. An adaptive pattern chooses its blocks from these tensors.
+
+    ``device`` asks for another device than that of the tensors, for example ``"cpu"``, ``"cuda"`` (this machine's),
+    ``"cuda:h200"``, ``"cuda:sm90"`` or ``"cuda:9.0"``. Tensors may be on the meta device, or fake: only their shapes and
+    types are read. Without values, an adaptive pattern is counted with the nearest blocks.
 
     >>> import torch
     >>> q = torch.empty(1, 65536, 8, 64)
@@ -99,9 +123,19 @@ def explain(
     shards    8 rank(s), contiguous: ring, 14.00 MiB to a rank, which waits 7 time(s)
     own rows  sdpa; rows of others sdpa
 
+    In this pattern, every head has either the even rows or the odd ones. A terabyte on the meta device takes no memory:
+
+    >>> q = torch.empty(1, 2**30, 8, 64, device="meta", dtype=torch.bfloat16)
+    >>> print(explain(q, q, q, Dilated([2**30], [2]), device="cuda:h200"))
+    backend   hopper: warp-specialised kernels over launch tables
+    plan      1 sequence(s), 2 families, 8 dense tiles
+    work      590,295,810,358.706 GFLOP forward, 25.000% of the pairs of dense attention
+    zeros     50.000% of the (row, head) pairs meet no key: their output is 0
+
     Of the blocks that each of 512 query blocks sees, a tenth, rounded up; half of its own block:
 
     >>> from dilated_attention_pytorch import SparsePatternConfig
+    >>> q = torch.empty(1, 65536, 8, 64)
     >>> window = BlockSparse.from_config(SparsePatternConfig("local_window", 0.1))
     >>> print(explain(q, q, q, window, is_causal=True, world_size=8))
     backend   sdpa: CPU flash
@@ -112,74 +146,67 @@ def explain(
     """
     if layout is not None and world_size is None:
         raise ValueError(f"layout says how a sequence is sharded over ranks: got layout={layout!r} without world_size")
-    call, inputs = make_call(
-        query, key, value, pattern, is_causal=is_causal, dropout_p=dropout_p, lengths=lengths, cu_seqlens=cu_seqlens,
-        backend=backend, order=order,
-    )  # fmt: skip
-    request = Request.of(call)
-    chosen = backends.choose(backend, request)
-    asked = backends.candidates(backend, request)
-    problem, options = operators.problem_and_options(call, inputs.query, inputs.key)
-    counts = _count_tiles(call, problem) if isinstance(pattern, Dilated) else _count_blocks(call, problem, options.chosen)
-    sharding = None
-    if world_size is not None:
-        from dilated_attention_pytorch.distributed.simulate import describe_sharding  # imports torch.distributed
+    for name, x in (("lengths", lengths), ("cu_seqlens", cu_seqlens)):
+        if isinstance(x, Tensor) and not has_values(x):
+            kind = "fake tensor" if is_fake(x) else "tensor on the meta device"
+            raise ValueError(f"{name} must have values to plan with, got a {kind}; pass a list of integers")
+    with real_tensors():
+        tensors, target = without_fakes(Inputs(query, key, value), device)
+        call, inputs = make_call(
+            *tensors, pattern, is_causal=is_causal, dropout_p=dropout_p, lengths=lengths, cu_seqlens=cu_seqlens,
+            backend=backend, order=order if order is None or tensors[0] is query else order.to(tensors[0].device),
+        )  # fmt: skip
+        request = Request.of(call, target)
+        call = call if target is None else replace(call, device=target.device)
+        chosen = backends.choose(backend, request)
+        asked = backends.candidates(backend, request)
+        problem, options = operators.problem_and_options(call, inputs.query, inputs.key)
+        counts = count(problem, options.chosen, options.positions)
+        blocks = None
+        if isinstance(pattern, BlockSparse):
+            blocks = BlockCount(pattern.block_size, counts.tiles, counts.visible_blocks)
+        sharding = None
+        if world_size is not None:
+            from dilated_attention_pytorch.distributed.simulate import describe_sharding  # imports torch.distributed
 
-        sharding = describe_sharding(call, inputs[:2], world_size, layout or "contiguous")
-    return Explanation(
-        backend=chosen.name,
-        kernel=chosen.kernel_name(request),
-        refused=tuple((one.name, tuple(one.why_not(request))) for one in asked[: asked.index(chosen)]),
-        sequences=counts.sequences,
-        families=counts.families,
-        tiles=counts.tiles,
-        pairs=counts.pairs,
-        dense_pairs=counts.dense_pairs,
-        forward_flops=4 * call.head_dim * counts.pairs,
-        sharding=sharding,
-        blocks=counts.blocks,
-    )
-
-
-@dataclass(slots=True)
-class _Counts:
-    sequences: int = 0
-    families: int = 0
-    tiles: int = 0
-    pairs: int = 0
-    dense_pairs: int = 0
-    blocks: BlockCount | None = None
-
-
-def _count_tiles(call: Call, problem: Problem) -> _Counts:
-    counts = _Counts()
-    for span, plan in problem.plans():
-        samples = span.samples.stop - span.samples.start
-        counts.sequences += samples
-        counts.families += len(plan.families)
-        counts.tiles += samples * sum(f.tiles * len(f.key_heads) for f in plan.families)
-        counts.pairs += samples * plan.pairs * problem.heads_per_key
-        counts.dense_pairs += samples * problem.heads * _dense_pairs(plan.queries, len(plan.keys), call.is_causal)
-    return counts
+            sharding = describe_sharding(call, request, inputs[:2], world_size, layout or "contiguous")
+        return Explanation(
+            backend=chosen.name,
+            kernel=chosen.kernel_name(request),
+            refused=tuple((one.name, tuple(one.why_not(request))) for one in asked[: asked.index(chosen)]),
+            sequences=counts.sequences,
+            families=counts.families,
+            tiles=counts.tiles,
+            pairs=counts.pairs,
+            dense_pairs=_dense_pairs(call, problem),
+            forward_flops=4 * call.head_dim * counts.pairs,
+            sharding=sharding,
+            blocks=blocks,
+            rows=counts.rows,
+            empty_rows=counts.empty_rows,
+            warnings=tuple(_warnings(call, options)),
+        )
 
 
-def _count_blocks(call: Call, problem: Problem, chosen: Tensor | None) -> _Counts:
-    counts, visible, heads = _Counts(), 0, problem.heads
-    # Lists are counted on the host; only the choice of an adaptive pattern is read from the device.
-    for span, lists in lists_of(problem, chosen, torch.device("cpu")):
-        samples, (list_samples, list_heads, query_blocks) = span.samples.stop - span.samples.start, lists.counts.shape
-        copies = samples // list_samples * (heads // list_heads)
-        counts.sequences += samples
-        counts.tiles += copies * int(lists.counts.sum())
-        counts.pairs += copies * lists.pairs(span.positions, span.length, call.plan_is_causal)
-        counts.dense_pairs += samples * heads * _dense_pairs(span.positions, span.length, call.is_causal)
-        blocks = range(lists.first, lists.first + query_blocks)
-        visible += samples * heads * _dense_pairs(blocks, lists.key_blocks, call.plan_is_causal)
-    counts.blocks = BlockCount(problem.blocks.block_size, counts.tiles, visible)
-    return counts
+def _dense_pairs(call: Call, problem: Problem) -> int:
+    """Pairs of dense attention over the same sequences."""
+    pairs = 0
+    for span in problem.spans():
+        n, samples = len(span.positions), int(span.samples.stop - span.samples.start)
+        seen = n * (span.positions.start + 1) + n * (n - 1) // 2 if call.is_causal else n * span.length
+        pairs += samples * problem.heads * seen
+    return pairs
 
 
-def _dense_pairs(queries: range, keys: int, is_causal: bool) -> int:
-    """Pairs of dense attention, for queries at these positions or blocks."""
-    n = len(queries)
-    return n * (queries.start + 1) + n * (n - 1) // 2 if is_causal else n * keys
+def _warnings(call: Call, options: Options) -> Iterator[str]:
+    """What is allowed and probably not meant."""
+    if call.keys <= 128 and call.key_heads > max(64, 4 * call.keys):
+        yield (
+            f"{call.key_heads} heads with {call.keys} positions each look like tensors of shape (B, H, N, D), but the "
+            "shape must be (B, N, H, D); pass q.transpose(1, 2)"
+        )
+    if options.chosen is not None and not has_values(options.chosen):
+        yield (
+            "an adaptive pattern chooses its blocks by values, which these tensors do not have: the figures are those of "
+            "the nearest blocks"
+        )

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # Without this, the profiler announces each start on stderr. It reads the variable when it is first used.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -38,8 +42,14 @@ def peak_extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
     """The largest memory that the call had allocated at a time, its result included.
 
     On a CPU, the profiler counts every allocation of PyTorch's allocator. The result is too low for a call that frees
-    tensors made before it.
+    tensors made before it. On the meta device, the bytes of the tensors that would be allocated are counted.
     """
+    if device.type == "meta":
+        counted = _MetaBytes()
+        with counted:
+            result = call()
+        del result
+        return counted.peak
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -71,3 +81,35 @@ def device_memory(device: torch.device) -> int | None:
     limit = Path("/sys/fs/cgroup/memory.max")  # of a container
     text = limit.read_text().strip() if limit.is_file() else ""
     return min(memory, int(text)) if text.isdigit() else memory
+
+
+class _MetaBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors on the meta device that are made inside, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.in_use = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            self._count(x, 0)  # made before, or known already
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            self._count(x, 1)
+        return result
+
+    def _count(self, x: Any, factor: int) -> None:
+        if not isinstance(x, Tensor) or not x.is_meta:
+            return
+        storage = x.untyped_storage()
+        key, size = storage._cdata, factor * storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.in_use += size
+            self.peak = max(self.peak, self.in_use)
+            weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.in_use -= size

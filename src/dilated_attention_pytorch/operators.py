@@ -14,11 +14,13 @@ from torch import Tensor
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.reference import REFERENCE
 from dilated_attention_pytorch.backends.request import Backend
+from dilated_attention_pytorch.batching import BatchRule
 from dilated_attention_pytorch.call import Call
-from dilated_attention_pytorch.dispatch import define_operator, with_gradient
+from dilated_attention_pytorch.dispatch import define_operator, under_transforms, with_gradient
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.lengths import host_cu_seqlens, host_lengths
 from dilated_attention_pytorch.patterns.blocks import BlockSparse, SparsePatternConfig
+from dilated_attention_pytorch.plan.counts import count_pairs, has_values
 from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.plan.lists import choose, chosen_shape, find_rule
 from dilated_attention_pytorch.plan.problem import Problem, find_problem
@@ -81,6 +83,13 @@ _BACKWARD_SCHEMA = (
     f"{_SCHEMA}) -> (Tensor, Tensor, Tensor)"
 )
 _OPTIONAL_TENSORS = 7  # of OperatorArguments; the constants follow
+# How the arguments depend on the samples of a batch, for torch.vmap.
+_ROWS, _LSE, _LENGTHS, _SAME = BatchRule(dims=4), BatchRule(dims=3), BatchRule(dims=1), BatchRule()
+_LISTS = BatchRule(dims=3, one_serves_all=True)
+_RULES = {"lengths": _LENGTHS, "seed": BatchRule(by_number=True), "positions": BatchRule(dims=2)}
+_RULES |= {"indices": BatchRule(dims=4), "starts": _LISTS, "counts": _LISTS}
+_CHOICE_RULES = (_ROWS, _ROWS, _LENGTHS, _SAME, _SAME, _SAME, _SAME)  # of choose_blocks
+_ARGUMENT_RULES = tuple(_RULES.get(name, _SAME) for name in OperatorArguments._fields)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -128,6 +137,10 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     return *call_attend_backward(dout, dlse, query, key, value, out, lse, *optional, *ctx.constants), *none
 
 
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Nothing is needed to refuse a derivative."""
+
+
 def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError(
         "second derivatives of this backend are not supported; backend='reference' has them, for short sequences"
@@ -156,11 +169,42 @@ def _choose_blocks_fake(
     return query.new_empty(shape, dtype=torch.int32)
 
 
+def _flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """The FLOPs of a forward for ``FlopCounterMode``: 4 D for each pair that the plan computes.
+
+    PyTorch counts its own attention alike, but causal tiles as full ones. Without values, lengths are those of the tensors.
+    """
+    arguments = OperatorArguments(*rest)
+    if any(isinstance(x, Tensor) and not has_values(x) for x in (arguments.lengths, arguments.cu_seqlens)):
+        arguments = arguments._replace(lengths=None, cu_seqlens=None)
+    problem = arguments.problem(query, key)
+    return 4 * query.shape[-1] * count_pairs(problem, arguments.indices if arguments.starts is None else None)
+
+
+def _backward_flops(dout: Tensor, dlse: Tensor | None, *rest: Any, out_val: Any = None) -> int:
+    """The FLOPs of a backward: 10 D for each pair, because it computes five products where the forward computes two."""
+    query, key, value, _, _, *arguments = rest
+    return _flops(query, key, value, *arguments) * 5 // 2
+
+
+def _mark_choice(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.mark_non_differentiable(output)
+
+
+def _no_gradient(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+    """A choice of blocks is not differentiated."""
+    return (None,) * len(_CHOICE_RULES)
+
+
 attend = define_operator("attend", _attend, _attend_fake, _FORWARD_SCHEMA)
 attend_backward = define_operator("attend_backward", _attend_backward, _attend_backward_fake, _BACKWARD_SCHEMA)
 choose_blocks = define_operator("choose_blocks", _choose_blocks, _choose_blocks_fake)
-call_attend = with_gradient(attend, _attend, _backward, _setup_context)
-call_attend_backward = with_gradient(attend_backward, _attend_backward, _no_second_derivative)
+call_attend = with_gradient(attend, _attend, _backward, _setup_context, (_ROWS, _ROWS, _ROWS, *_ARGUMENT_RULES), _flops)
+call_attend_backward = with_gradient(
+    attend_backward, _attend_backward, _no_second_derivative, _save_nothing,
+    (_ROWS, _LSE, _ROWS, _ROWS, _ROWS, _ROWS, _LSE, *_ARGUMENT_RULES), _backward_flops,
+)  # fmt: skip
+call_choose_blocks = under_transforms(choose_blocks, _no_gradient, _mark_choice, _CHOICE_RULES)
 
 
 def _drawn_seed(call: Call) -> Tensor | None:
@@ -181,7 +225,7 @@ def _list_tensors(call: Call, inputs: Inputs) -> tuple[Tensor | None, Tensor | N
             return given.indices, given.starts, given.counts
         if pattern.is_adaptive:
             tensors = inputs.query.detach(), inputs.key.detach(), call.lengths, call.cu_seqlens
-            return choose_blocks(*tensors, pattern.spec, is_causal, call.scale), None, None
+            return call_choose_blocks(*tensors, pattern.spec, is_causal, call.scale), None, None
     return None, None, None
 
 

@@ -74,12 +74,10 @@ def test_a_backend_by_name_gives_all_its_reasons():
         ),
     ],
 )
-def test_gpus_without_triton(capability, dtype, head_dim, chosen, kernel, reasons, monkeypatch):
+def test_gpus_without_triton(capability, dtype, head_dim, chosen, kernel, reasons):
     """Pascal to Turing: PyTorch's operators, or plain products, with the reasons; tensors of a GPU that is not here."""
-    request = replace(HOPPER, capability=capability, dtype=dtype, head_dim=head_dim)
-    monkeypatch.setattr(Request, "of", lambda call: request)
     query = torch.empty(1, 512, 2, head_dim, dtype=dtype)
-    text = str(explain(query, query, query, Dilated([64], [1])))
+    text = str(explain(query, query, query, Dilated([64], [1]), device="cuda:{}.{}".format(*capability)))
     assert text.startswith(f"backend   {chosen}: {kernel or ''}")
     assert "not       hopper: " in text
     assert all(reason in text for reason in reasons)

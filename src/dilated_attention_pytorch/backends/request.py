@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.backends.targets import Target, capability_of
 from dilated_attention_pytorch.call import Call
 from dilated_attention_pytorch.execute import loop
 from dilated_attention_pytorch.execute.loop import TileKernel
@@ -29,26 +30,24 @@ class Request:
     masks_by_position: bool = False  # causal under an order
     block_size: int | None = None  # of a block-sparse pattern
     square: bool = True  # of a block-sparse pattern: as many queries as keys
+    described: bool = False  # the device is described, so what this machine has installed does not count
 
     @staticmethod
-    def of(call: Call) -> Request:
-        """The request of a call."""
+    def of(call: Call, target: Target | None = None) -> Request:
+        """The request of a call, on the device of its tensors or on another one."""
         blocks = call.pattern if isinstance(call.pattern, BlockSparse) else None
+        target = Target(call.device, capability_of(call.device)) if target is None else target
         return Request(
-            device=call.device.type, capability=_capability(call.device), dtype=call.dtype, head_dim=call.head_dim,
+            device=target.device.type, capability=target.capability, dtype=call.dtype, head_dim=call.head_dim,
             dropout_p=call.dropout_p, masks_by_position=call.masks_by_position,
             block_size=None if blocks is None else blocks.block_size,
-            square=blocks is None or call.queries == call.keys,
+            square=blocks is None or call.queries == call.keys, described=target.described,
         )  # fmt: skip
 
     @staticmethod
     def like(query: Tensor) -> Request:
         """The request of tiles of this query tensor, by which a stock kernel is chosen."""
-        return Request(query.device.type, _capability(query.device), query.dtype, query.shape[-1])
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        return Request(query.device.type, capability_of(query.device), query.dtype, query.shape[-1])
 
 
 class Backend(Protocol):

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import backends, operators
+from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
+from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS
 from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.backends.targets import is_fake, without_fakes
 from dilated_attention_pytorch.call import Call, Sharding, make_call
 from dilated_attention_pytorch.distributed.cost import choose_transport, costs_of, waits
 from dilated_attention_pytorch.distributed.executor import Exchange, RankCall, forward
@@ -24,15 +27,20 @@ from dilated_attention_pytorch.execute.loop import Sums, positive_scale
 from dilated_attention_pytorch.measure import peak_extra_bytes
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
+from dilated_attention_pytorch.plan.counts import has_values, real_tensors
 from dilated_attention_pytorch.plan.lists import lists_of
 from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 from dilated_attention_pytorch.shards import Shards
-from dilated_attention_pytorch.values import Inputs, Options
+from dilated_attention_pytorch.values import Inputs, Options, Results
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The most bytes that one rank had of each kind during a forward, counted by the allocator."""
+    """The most bytes that one rank had of each kind during a forward.
+
+    The allocator counts them. Tensors on the meta device have none: the bytes of tensors are counted there, without the
+    memory that kernels take for themselves.
+    """
 
     rank: int
     rows: int
@@ -79,12 +87,16 @@ def simulate_ring(
     scale: float | None = None,
     layout: str | Shards = "contiguous",
     bucket_size: int | None = None,
+    device: str | torch.device | None = None,
 ) -> tuple[Tensor, Tensor, tuple[RankMemory, ...]]:
     """``attention`` of whole tensors as ``world_size`` ranks would compute it: out, lse (B, H, N) and each rank's memory.
 
     Plans, buffers, tiles and the backend are those of ``attention(..., group=Sharding(group, transport="ring"))``, but the
     messages do not leave the process. There are no gradients. An adaptive pattern chooses its blocks from the whole
     tensors, and the messages by which ranks choose together are not counted.
+
+    With tensors on the meta device, or fake ones, nothing is computed, and the memory is that of the ``device`` asked for,
+    as ``explain`` takes it. Tensors with values are computed on their own device.
 
     >>> from dilated_attention_pytorch import attention
     >>> q, k, v = torch.randn(3, 1, 4096, 2, 16).unbind(0)
@@ -101,28 +113,66 @@ def simulate_ring(
     >>> [rank.received for rank in memory]  # windows of 8 blocks: 4 before a block, 3 behind it; 64 rows of 256 bytes each
     [49152, 114688, 114688, 65536]
     """
-    call, inputs = make_call(query, key, value, pattern, is_causal=is_causal, scale=scale)
-    call, problem = _sharded(call, Sharding(None, layout, bucket_size, "ring"), query, key)
-    shards = layout if isinstance(layout, Shards) else Shards.even(call.queries, world_size, layout)
-    if not call.queries == call.keys == shards.length or shards.world_size != world_size:
-        got = f"{call.queries} queries, {call.keys} keys, {shards.length} rows on {shards.world_size} ranks"
-        raise ValueError(f"a ring of {world_size} ranks has as many queries as keys as rows of shards: got {got}")
-    request = Request.of(call)
+    with real_tensors():
+        tensors, target = without_fakes(Inputs(query, key, value), device)
+        call, inputs = make_call(*tensors, pattern, is_causal=is_causal, scale=scale)
+        computed_on = call.device
+        elsewhere = target is not None and (target.described or target.device.type != computed_on.type)
+        if elsewhere and computed_on.type != "meta":
+            raise ValueError(
+                f"device describes where tensors without values would be: got device={str(device)!r} for tensors on "
+                f"{computed_on}; pass tensors on the meta device, or leave out device"
+            )
+        request = Request.of(call, target)
+        call = call if target is None else replace(call, device=target.device)
+        call, problem = _sharded(call, Sharding(None, layout, bucket_size, "ring"), inputs.query, inputs.key)
+        shards = layout if isinstance(layout, Shards) else Shards.even(call.queries, world_size, layout)
+        if not call.queries == call.keys == shards.length or shards.world_size != world_size:
+            got = f"{call.queries} queries, {call.keys} keys, {shards.length} rows on {shards.world_size} ranks"
+            raise ValueError(f"a ring of {world_size} ranks has as many queries as keys as rows of shards: got {got}")
+        results, memory = _simulated(call, request, problem, shards, inputs)
+    if is_fake(query):
+        return torch.empty_like(query), query.new_empty(results.lse.shape, dtype=results.lse.dtype), memory
+    return *results, memory
+
+
+def _simulated(
+    call: Call, request: Request, problem: Problem, shards: Shards, inputs: Inputs
+) -> tuple[Results, tuple[RankMemory, ...]]:
+    """The results of all ranks, one after the other, and the memory of each."""
     fused, kernel = fused_backend(call, request), backends.stock_kernel(stock_backend("auto", request), request)
     positive, used_scale, _ = positive_scale(inputs.query, call.scale)
-    rows = [rows_of(shards, rank, call.device) for rank in range(world_size)]
+    device, ranks = positive.device, range(shards.world_size)
+    rows = [rows_of(shards, rank, device) for rank in ranks]
     own = [Inputs(*(x.index_select(1, at) for x in (positive, inputs.key, inputs.value))) for at in rows]
-    plans = [make_plan(call, problem, shards, rank, call.device) for rank in range(world_size)]
-    sums, memory = Sums.like(inputs.query), []
+    # Block numbers of tensors without values are on the host if those of the device asked for would be.
+    lists_on = call.device if device.type == "meta" and call.device.type == "cpu" else device
+    plans = [make_plan(call, problem, shards, rank, lists_on) for rank in ranks]
+    sums, memory, make_step = Sums.like(inputs.query), [], _MetaStep if device.type == "meta" else FusedStep
     for rank, at in enumerate(rows):
         wire = SimulatedWire(plans, own)
-        step = None if fused is None else FusedStep(OwnRows.of(problem, shards, rank), fused)
+        step = None if fused is None else make_step(OwnRows.of(problem, shards, rank), fused)
         rank_call = RankCall(plans[rank], (), wire, 1, kernel, Options(used_scale), accumulate_dtype(call.dtype), step)
         (sums.out[:, at], sums.lse_bnh[:, at]), exchange, peak = _measured(rank_call, own[rank])
         query_bytes, key_bytes = (x.numel() * x.element_size() for x in own[rank][:2])
         counts = query_bytes, 2 * key_bytes, exchange.bytes, peak - exchange.bytes, wire.received
         memory.append(RankMemory(rank, len(at), *counts))
-    return *sums.results(call.dtype), tuple(memory)
+    return sums.results(call.dtype), tuple(memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _MetaStep(FusedStep):
+    """The memory of a fused step: its partial results and lse. Kernels cannot run on the meta device."""
+
+    def attend_(self, inputs: Inputs, sums: Sums, scale: float) -> None:
+        """Make the tensors that the kernels would write."""
+        if self.rows.plans():
+            (batch, n, heads, head_dim), device = inputs.query.shape, inputs.query.device
+            plan = find_launch_plan(self.rows, block=ITEM_ROWS, by_keys=False, head_dim=head_dim, device=device)
+            partial = torch.empty((plan.partial_rows, head_dim + 1), dtype=torch.float32, device=device)
+            lse = torch.empty((batch, heads, n), dtype=torch.float32, device=device)
+            sums.lse_bnh.copy_(lse.transpose(1, 2))
+            del partial
 
 
 def _measured(call: RankCall, inputs: Inputs) -> tuple[Sums, Exchange, int]:
@@ -154,7 +204,9 @@ class ShardedTraffic:
         return f"{ranks}{sent}\n{own}; rows of others {self.other_rows}"
 
 
-def describe_sharding(call: Call, tensors: tuple[Tensor, Tensor], world_size: int, layout: str) -> ShardedTraffic:
+def describe_sharding(
+    call: Call, request: Request, tensors: tuple[Tensor, Tensor], world_size: int, layout: str
+) -> ShardedTraffic:
     """The traffic of a call on one device, if so many ranks shared its sequence evenly; ``tensors`` are query and key."""
     if call.queries != call.keys:
         raise ValueError(f"a shard has as many queries as keys, got {call.queries} and {call.keys}; leave out world_size")
@@ -165,7 +217,7 @@ def describe_sharding(call: Call, tensors: tuple[Tensor, Tensor], world_size: in
             "one sequence at a time, without lengths and cu_seqlens"
         )
     call, problem = _sharded(call, Sharding(None, layout), *tensors)
-    shards, request = Shards.even(call.keys, world_size, layout), Request.of(call)
+    shards = Shards.even(call.keys, world_size, layout)
     costs = costs_of(call, make_plan(call, problem, shards, 0, torch.device("cpu")), shards)
     transport, received = choose_transport(costs), costs.bytes
     if transport == "ulysses":  # each rank has whole sequences
@@ -183,6 +235,11 @@ def _sharded(call: Call, sharding: Sharding, query: Tensor, key: Tensor) -> tupl
     sharding.check_pattern(call.pattern)
     problem, options = operators.problem_and_options(call, query, key)
     if options.chosen is not None:
+        if not has_values(options.chosen):
+            raise ValueError(
+                "an adaptive pattern chooses its blocks by values, so what ranks send is unknown without them: got "
+                f"tensors on {query.device}; pass tensors with values, or leave out world_size"
+            )
         ((_, lists),) = lists_of(problem, options.chosen, torch.device("cpu"))
         problem = replace(problem, pattern=BlockRule(problem.blocks.block_size, None, lists))
     return replace(call, sharding=sharding), problem

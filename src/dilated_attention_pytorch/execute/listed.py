@@ -83,7 +83,7 @@ class ListedTiles:
             if made.gate is not None:
                 key = lists.indices[made.entries.to(device)].long()
                 gate = made.gate(key, (lists.first + made.lists % query_blocks).to(device))
-            numbers = torch.arange(len(made.lists))
+            numbers = torch.arange(len(made.lists), device="cpu")
             if gate is not None and _host_reads(gate):
                 numbers, gate = gate.nonzero().squeeze(1), None
             for own in torch.split(numbers, step):
@@ -92,14 +92,15 @@ class ListedTiles:
                 number, entry = made.lists[own].repeat_interleave(copies), made.entries[own].repeat_interleave(copies)
                 sample = number // (list_heads * query_blocks)
                 if copies > 1:
-                    sample = torch.arange(batch).repeat(len(own))
-                head = torch.arange(heads).view(1, -1, 1)
+                    sample = torch.arange(batch, device="cpu").repeat(len(own))
+                head = torch.arange(heads, device="cpu").view(1, -1, 1)
                 if list_heads > 1:
                     head = (number // query_blocks % list_heads).view(-1, 1, 1)
                 block = lists.first + number % query_blocks
-                row = block[:, None] * size + made.skipped - self.positions.start + torch.arange(made.rows)
+                row = block[:, None] * size + made.skipped - self.positions.start
+                row = row + torch.arange(made.rows, device="cpu")
                 within = torch.arange(made.keys.start, made.keys.stop, device=device)
-                key_block = lists.indices[(entry[:, None] + torch.arange(made.blocks)).to(device)].long()
+                key_block = lists.indices[(entry[:, None] + torch.arange(made.blocks, device="cpu")).to(device)].long()
                 counted = None if gate is None else gate[own.to(device)].repeat_interleave(copies)
                 if counted is not None:  # tiles that do not count read rows that exist
                     key_block = torch.where(counted[:, None], key_block, 0)
@@ -194,7 +195,7 @@ def _chunks(lists: BlockLists, positions: range, length: int, is_causal: bool, m
     size, last, stop = lists.block_size, lists.key_blocks - 1, lists.first + lists.query_blocks
     tail = length - last * size
     counts, starts = lists.counts.flatten(), lists.starts.flatten()
-    block = torch.arange(lists.first, stop).expand(lists.counts.shape).flatten()
+    block = torch.arange(lists.first, stop, device="cpu").expand(lists.counts.shape).flatten()
     whole = range(size)
     # The first and the last query block, which may have fewer rows, and those between.
     cuts = sorted({lists.first, min(lists.first + 1, stop), max(lists.first, stop - 1), stop})

@@ -125,7 +125,7 @@ class SparsePatternConfig:
         branches = ([int(x) for x in values.split(",") if x] for values in (lengths, rates))
         return SparsePatternConfig(kind, float(ratio), int(block_size), int(window), int(tokens), *branches)
 
-    def rows(self, first: int, blocks: int, is_causal: bool, device: torch.device | None = None) -> rules.Rows:
+    def rows(self, first: int, blocks: int, is_causal: bool, device: torch.device | str = "cpu") -> rules.Rows:
         """The query blocks ``first .. blocks - 1`` and their budgets."""
         return rules.Rows.of(self.ratio, first, blocks, is_causal, device)
 

@@ -95,8 +95,8 @@ class BlockLists:
         ([[[1, 1]]], [1, 0])
         """
         row, entry = self._entries()
-        number = torch.full((self.key_blocks,), -1, dtype=torch.int32)
-        number[blocks] = torch.arange(len(blocks), dtype=torch.int32)
+        number = torch.full((self.key_blocks,), -1, dtype=torch.int32, device="cpu")
+        number[blocks] = torch.arange(len(blocks), dtype=torch.int32, device="cpu")
         renumbered = number[self.indices.cpu()[entry].long()]
         kept = renumbered >= 0
         counts = torch.bincount(row[kept], minlength=self.counts.numel()).view(self.counts.shape)
@@ -104,14 +104,14 @@ class BlockLists:
 
     def causal(self) -> BlockLists:
         """Drop the key blocks after the query block."""
-        return self.below(self.first + torch.arange(self.query_blocks) + 1)
+        return self.below(self.first + torch.arange(self.query_blocks, device="cpu") + 1)
 
     def cropped(self, first: int, key_blocks: int) -> BlockLists:
         """The lists of the query blocks ``first .. key_blocks - 1`` over the first ``key_blocks`` key blocks."""
         lists = self.rows(first, key_blocks)
         if key_blocks == self.key_blocks:
             return lists
-        return replace(lists.below(torch.full((lists.query_blocks,), key_blocks)), key_blocks=key_blocks)
+        return replace(lists.below(torch.full((lists.query_blocks,), key_blocks, device="cpu")), key_blocks=key_blocks)
 
     def rows(self, first: int, stop: int) -> BlockLists:
         """The lists of the query blocks ``first .. stop - 1``."""
@@ -132,7 +132,7 @@ class BlockLists:
     def named(self) -> Tensor:
         """Return which key blocks are in any list: boolean (K,), on the host."""
         _, entry = self._entries()
-        named = torch.zeros(self.key_blocks, dtype=torch.bool)
+        named = torch.zeros(self.key_blocks, dtype=torch.bool, device="cpu")
         named[self.indices.cpu()[entry].long()] = True
         return named
 
@@ -140,7 +140,9 @@ class BlockLists:
         """Boolean (S, L, Q, K), on the device of the indices."""
         (row, entry), device = self._entries(), self.indices.device
         table = torch.zeros((self.counts.numel(), self.key_blocks), dtype=torch.bool, device=device)
-        table[row.to(device), self.indices[entry.to(device)].long()] = True
+        # Out of place, because torch.vmap may have mapped the indices.
+        met = torch.ones((), dtype=torch.bool, device=device)
+        table = table.index_put((row.to(device), self.indices[entry.to(device)].long()), met)
         return table.view(*self.counts.shape, self.key_blocks)
 
     def pairs(self, positions: range, length: int, is_causal: bool) -> int:
@@ -153,7 +155,7 @@ class BlockLists:
         >>> lists.pairs(range(6), 6, is_causal=False), lists.pairs(range(6), 6, is_causal=True)
         (28, 21)
         """
-        size, block = self.block_size, self.first + torch.arange(self.query_blocks)
+        size, block = self.block_size, self.first + torch.arange(self.query_blocks, device="cpu")
         # The first and last row of each query block, counted from the start of the block.
         begin, end = (positions.start - block * size).clamp(min=0), (positions.stop - block * size).clamp(max=size)
         row, entry = self._entries()

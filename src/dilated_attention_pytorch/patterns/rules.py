@@ -28,7 +28,7 @@ class Rows:
     blocks: int  # n
 
     @staticmethod
-    def of(ratio: Fraction, first: int, blocks: int, is_causal: bool, device: torch.device | None = None) -> Rows:
+    def of(ratio: Fraction, first: int, blocks: int, is_causal: bool, device: torch.device | str = "cpu") -> Rows:
         """The query blocks ``first .. blocks - 1``."""
         i = torch.arange(first, blocks, dtype=torch.int32, device=device)
         visible = i + 1 if is_causal else torch.full_like(i, blocks)
@@ -165,9 +165,9 @@ def _take_in_turns(rows: Rows, combs: list[Comb]) -> list[Run]:
     """
     order = sorted(range(len(combs)), key=lambda x: combs[x].rate)
     combs = [combs[x] for x in order]
-    turn_of = torch.tensor([[x] for x in order], dtype=torch.int32)
-    rate = torch.tensor([[comb.rate] for comb in combs], dtype=torch.int32)
-    inner = torch.tensor([[comb.inner] for comb in combs], dtype=torch.int32)
+    turn_of = torch.tensor([[x] for x in order], dtype=torch.int32, device="cpu")
+    rate = torch.tensor([[comb.rate] for comb in combs], dtype=torch.int32, device="cpu")
+    inner = torch.tensor([[comb.inner] for comb in combs], dtype=torch.int32, device="cpu")
     skipped = inner // rate
     disjoint = all(comb.inner > 0 for comb in combs[1:])  # levels, not branches
     left, right = torch.stack([comb.left for comb in combs]), torch.stack([comb.right for comb in combs])
@@ -216,12 +216,13 @@ def expand(runs: list[Run]) -> tuple[Tensor, Tensor]:
     counts = torch.stack([run.count for run in runs]).sum(0)
     runs = [run for run in runs if bool(run.count.any())] or runs[:1]
     start, count = (torch.stack(x, 1).flatten() for x in zip(*((run.start, run.count) for run in runs), strict=True))
-    stride = torch.tensor([run.stride for run in runs], dtype=torch.int32).repeat(len(counts))
+    stride = torch.tensor([run.stride for run in runs], dtype=torch.int32, device="cpu").repeat(len(counts))
     taken = count.nonzero().squeeze(1)
     start, count, stride = (x.index_select(0, taken) for x in (start, count, stride))
     # The indices are running sums of steps: the stride inside a run, and a jump at its start.
     strided = bool((stride > 1).any())
-    steps = torch.repeat_interleave(stride, count) if strided else torch.ones(int(count.sum()), dtype=torch.int32)
+    ones = torch.ones(0 if strided else int(count.sum()), dtype=torch.int32, device="cpu")
+    steps = torch.repeat_interleave(stride, count) if strided else ones
     last = start + (count - 1) * stride
     steps[(count.cumsum(0) - count).long()] = torch.cat((start[:1], start[1:] - last[:-1])).to(torch.int32)
     return counts, steps.cumsum_(0)

@@ -143,7 +143,7 @@ class _RankBlocks:
         """(3, Q): how many blocks of each tier a query block sees."""
         if self.is_causal:
             return torch.stack([torch.searchsorted(tier, self.queries, right=True) for tier in self.tiers])
-        return torch.tensor([[len(tier)] for tier in self.tiers]).expand(3, len(self.queries))
+        return torch.tensor([[len(tier)] for tier in self.tiers], device="cpu").expand(3, len(self.queries))
 
     def visible_of_all(self, blocks: int) -> Tensor:
         """(Q,): how many blocks of the sequence a query block sees, also if the tiers lack some of them."""
@@ -168,7 +168,7 @@ class _RankBlocks:
 
 
 def _rank_blocks(shards: Shards, size: int, node_size: int, is_causal: bool) -> Iterator[_RankBlocks]:
-    owner = torch.empty(-(-shards.length // size), dtype=torch.int64)
+    owner = torch.empty(-(-shards.length // size), dtype=torch.int64, device="cpu")
     for rank, chunks in enumerate(shards.chunks):
         for chunk in chunks:
             owner[-(-chunk.start // size) : -(-chunk.stop // size)] = rank
@@ -190,7 +190,7 @@ def _lists(
     budgets = [_ceil(_fraction(config.sparsity_ratio), visible).clamp_(min=1) for visible in visible_of_all]
     if balanced := config.pattern_type == "adaptive_load_balanced":
         budgets = _evened(budgets, visible_of_all)
-    entries = [torch.zeros(0, dtype=torch.int64)]
+    entries = [torch.zeros(0, dtype=torch.int64, device="cpu")]
     for rank, budget in zip(ranks, budgets, strict=True):
         visible = rank.visible()
         wanted = torch.stack([_ceil(d, v) for d, v in zip(config.densities, visible, strict=True)])
@@ -228,7 +228,8 @@ def _shared(budget: Tensor, wanted: Tensor, most: Tensor) -> Tensor:
 
 def _evened(budgets: list[Tensor], visible: list[Tensor]) -> list[Tensor]:
     """The sum of all budgets, shared evenly over ranks and their query blocks: at least one each, at most those visible."""
-    least, most = (torch.tensor(x) for x in ([len(v) for v in visible], [int(v.sum()) for v in visible]))
+    sums = [len(v) for v in visible], [int(v.sum()) for v in visible]
+    least, most = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in sums)
     shares = _levelled(sum(int(x.sum()) for x in budgets), least, most)
     return [_levelled(int(share), torch.ones_like(v), v) for share, v in zip(shares, visible, strict=True)]
 
@@ -262,6 +263,6 @@ def _nearest(tier: Tensor, queries: Tensor, visible: Tensor, count: Tensor, bloc
         ahead = tier[(middle + count).clamp(max=last)] - queries
         later = (low < high) & (queries - tier[middle.clamp(max=last)] > ahead)
         low, high = torch.where(later, middle + 1, low), torch.where(later | (low >= high), high, middle)
-    row = torch.arange(len(queries)).repeat_interleave(count)
-    number = torch.arange(len(row)) - (count.cumsum(0) - count)[row] + low[row]
+    row = torch.arange(len(queries), device="cpu").repeat_interleave(count)
+    number = torch.arange(len(row), device="cpu") - (count.cumsum(0) - count)[row] + low[row]
     return queries[row] * blocks + tier[number]

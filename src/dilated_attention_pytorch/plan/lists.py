@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dilated_attention_pytorch.patterns.blocks import SparsePatternConfig
 from dilated_attention_pytorch.patterns.lists import BlockLists
@@ -51,7 +52,8 @@ def find_rule(spec: str, lists: tuple[Tensor | None, ...], keys: int) -> BlockRu
 def _static_lists(
     config: SparsePatternConfig, first: int, blocks: int, is_causal: bool, device: torch.device
 ) -> BlockLists:
-    return config.lists(first, blocks, is_causal).to(device)
+    with _disable_current_modes():  # the cache must not keep fake tensors
+        return config.lists(first, blocks, is_causal).to(device)
 
 
 def _block_range(span: Span, block_size: int) -> tuple[int, int]:
@@ -86,7 +88,7 @@ def _chosen_lists(problem: Problem, chosen: Tensor, span: Span, row: int) -> Blo
     first, blocks = _block_range(span, rule.block_size)
     budget = rule.config.rows(first, blocks, problem.is_causal).budget.long()
     batch, heads, rows, width = chosen.shape
-    starts = torch.arange(batch * heads * rows).view(batch, heads, rows) * width
+    starts = torch.arange(batch * heads * rows, device="cpu").view(batch, heads, rows) * width
     own = starts[span.samples, :, row : row + len(budget)]
     return BlockLists(budget.expand(own.shape), own, chosen.flatten(), rule.block_size, blocks, first)
 

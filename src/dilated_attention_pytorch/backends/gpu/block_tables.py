@@ -79,14 +79,15 @@ class BlockTables:
         lists = transposed = 0
         for span, own in sequences:
             sets, heads, rows = own.counts.shape
-            query_blocks, key_blocks = torch.arange(own.first, own.first + rows), torch.arange(own.key_blocks)
+            query_blocks = torch.arange(own.first, own.first + rows, device="cpu")
+            key_blocks = torch.arange(own.key_blocks, device="cpu")
             query_rows.append(_rows(span, query_blocks, lists, sets, heads))
             key_rows.append(_rows(span, key_blocks, transposed, sets, heads))
             readers.append(query_blocks.repeat(sets * heads).to(torch.int32))
-            firsts = transposed + torch.arange(sets * heads) * own.key_blocks
+            firsts = transposed + torch.arange(sets * heads, device="cpu") * own.key_blocks
             columns.append(firsts.repeat_interleave(rows))
             lists, transposed = lists + sets * heads * rows, transposed + sets * heads * own.key_blocks
-        none = torch.zeros(0, dtype=torch.int64)
+        none = torch.zeros(0, dtype=torch.int64, device="cpu")
         starts, self.indices = _joined([own for _, own in sequences])
         counts = torch.cat([none, *(own.counts.flatten() for _, own in sequences)])
         self.query_rows = torch.cat([none.view(0, len(BLOCK_COLUMNS)), *query_rows])
@@ -151,9 +152,9 @@ def find_block_tables(problem: Problem, device: torch.device, chosen: Tensor | N
 
 def _rows(span: Span, blocks: Tensor, first_list: int, sets: int, heads: int) -> Tensor:
     """The table rows of a sequence, whose lists are numbered from ``first_list`` on: by sample, head and block."""
-    samples, step = torch.arange(span.samples.start, span.samples.stop), len(blocks)
-    own_set = torch.arange(len(samples)) if sets > 1 else torch.zeros(len(samples), dtype=torch.int64)
-    lists = first_list + own_set[:, None] * heads * step + torch.arange(step)
+    samples, step = torch.arange(span.samples.start, span.samples.stop, device="cpu"), len(blocks)
+    own_set = torch.arange(len(samples), device="cpu") if sets > 1 else torch.zeros_like(samples)
+    lists = first_list + own_set[:, None] * heads * step + torch.arange(step, device="cpu")
     numbers = (span.queries.start - span.positions.start, span.positions.start, span.keys.start, span.length)
     same = torch.ones_like(lists)
     columns = (samples[:, None] * same, blocks * same, *(same * x for x in numbers))
@@ -162,7 +163,7 @@ def _rows(span: Span, blocks: Tensor, first_list: int, sets: int, heads: int) ->
 
 def _joined(lists: list[BlockLists]) -> tuple[Tensor, Tensor]:
     """The starts of lists and the indices they point into, which are not copied if all lists share them."""
-    none = torch.zeros(0, dtype=torch.int64)
+    none = torch.zeros(0, dtype=torch.int64, device="cpu")
     if len({own.indices.data_ptr() for own in lists}) <= 1:
         indices = lists[0].indices if lists else none.to(torch.int32)
         return torch.cat([none, *(own.starts.flatten() for own in lists)]), indices

@@ -140,7 +140,7 @@ def _on_device(tables: list[Tensor], device: torch.device) -> tuple[Tensor, list
     """Tables of int64 as views of one memory, which is copied and kept as a whole."""
     # Each begins at a multiple of 16 bytes, so that kernels are compiled once.
     starts = list(accumulate((x.numel() + x.numel() % 2 for x in tables), initial=0))
-    memory = torch.zeros(starts[-1], dtype=torch.int64)
+    memory = torch.zeros(starts[-1], dtype=torch.int64, device="cpu")
     for start, x in zip(starts, tables, strict=False):
         memory[start : start + x.numel()] = x.flatten()
     memory = memory.to(device, non_blocking=True)  # pageable memory is staged at once, without waiting for the GPU
@@ -217,7 +217,7 @@ class _Builder:
                     programs += blocks * heads * f.tiles * len(batch_slice.samples)
         children = [len(self.tree.children[bundle]) for bundle in bundles]
         assert all(children) or not any(children), "all bundles of a launch have children, or none has"
-        table = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(FAMILY_COLUMNS))
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(FAMILY_COLUMNS))
         return Launch(table, programs, attends, bundles == [self.tree.root], max(children, default=0), False)
 
     def _launches(self, separate: bool) -> list[Launch]:
@@ -235,8 +235,8 @@ class _Builder:
     def plan(self, device: torch.device, separate: bool) -> LaunchPlan:
         """The launch plan on a device."""
         launches = self._launches(separate)
-        layout = torch.tensor(self.layout, dtype=torch.int64).reshape(-1, len(LAYOUT_COLUMNS))
-        offsets = torch.tensor(self.tree.offsets(), dtype=torch.int64)
+        layout = torch.tensor(self.layout, dtype=torch.int64, device="cpu").reshape(-1, len(LAYOUT_COLUMNS))
+        offsets = torch.tensor(self.tree.offsets(), dtype=torch.int64, device="cpu")
         memory, (layout, offsets, *tables) = _on_device([layout, offsets, *(one.table for one in launches)], device)
         return LaunchPlan(
             problem=self.problem, tables=memory, bundles=self.tree.root, layout=layout, offsets=offsets,

@@ -26,7 +26,7 @@ class HopperBackend(TableBackend):
         reasons = []
         if request.device != "cuda":
             reasons.append(f"Hopper kernels run on CUDA tensors, got {request.device}")
-        if importlib.util.find_spec("triton") is None:
+        if not request.described and importlib.util.find_spec("triton") is None:
             reasons.append("the package triton is not installed; it comes with PyTorch for CUDA on Linux")
         if request.device == "cuda" and request.capability[0] != 9:
             reasons.append(f"Hopper kernels need compute capability 9.0, this GPU has {request.capability}")

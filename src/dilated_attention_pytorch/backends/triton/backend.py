@@ -24,7 +24,7 @@ class TritonBackend(TableBackend):
     def why_not(self, request: Request) -> list[str]:
         """The reasons why the kernels cannot serve a request."""
         reasons = []
-        if importlib.util.find_spec("triton") is None:
+        if not request.described and importlib.util.find_spec("triton") is None:
             reasons.append("the package triton is not installed; it comes with PyTorch for CUDA on Linux")
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if request.device != "cuda" and not (interpreted and request.device == "cpu"):
