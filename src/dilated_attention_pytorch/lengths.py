@@ -26,6 +26,11 @@ def index_tensor(name: str, x: Lengths | None) -> Tensor | None:
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
+def _check_values(name: str, x: Tensor) -> None:
+    if x.is_meta:
+        raise ValueError(f"{name} must have values to plan with, got a tensor on the meta device; pass a list of integers")
+
+
 def few(values: Sequence[int]) -> str:
     """The values, or the first of them, for a message."""
     return str([*values]) if len(values) <= 16 else f"{[*values[:16]]} and {len(values) - 16} more"
@@ -35,6 +40,7 @@ def host_lengths(lengths: Tensor | None, m: int, n: int | None = None) -> tuple[
     """The lengths as integers, checked for ``m`` keys and ``n`` queries. Reading a tensor on a GPU synchronises with it."""
     if lengths is None:
         return None
+    _check_values("lengths", lengths)
     values = [int(x) for x in lengths.tolist()]
     if values and (min(values) < 0 or max(values) > m):
         raise ValueError(f"lengths must lie between 0 and the {m} positions of key, got {few(values)}")
@@ -50,6 +56,7 @@ def host_cu_seqlens(cu_seqlens: Tensor | None, m: int) -> tuple[int, ...] | None
     """The document boundaries as integers, checked. Reading a tensor on a GPU synchronises with it."""
     if cu_seqlens is None:
         return None
+    _check_values("cu_seqlens", cu_seqlens)
     values = [int(x) for x in cu_seqlens.tolist()]
     if values != sorted(values) or values[0] != 0 or values[-1] != m:
         raise ValueError(

@@ -112,9 +112,13 @@ def standard_library(count: int) -> bytes:
     return bytes(text * -(-count // len(text)))[:count]
 
 
+def _generator() -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(0)
+
+
 def embed(text: bytes, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of a text: a fixed random vector for each byte, plus the position in query and key."""
-    tables = torch.randn((3, 256, HEADS * HEAD_DIM), generator=torch.Generator().manual_seed(0)).to(device)
+    tables = torch.randn((3, 256, HEADS * HEAD_DIM), generator=_generator(), device="cpu").to(device)
     symbols = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device).long()
     frequencies = 10000.0 ** -torch.linspace(0.0, 1.0, HEAD_DIM // 2, device=device)
     angles = torch.arange(len(text), device=device)[:, None] * frequencies
@@ -127,7 +131,7 @@ def largest_error(out: Tensor, qkv: tuple[Tensor, Tensor, Tensor], pattern: Dila
     """The largest relative error of a head's output over a sample of rows, against the definition in float64."""
     query, key, value = (x.double() for x in qkv)
     n = query.shape[1]
-    sample = torch.randint(n, (_CHECKED_ROWS - 2,), generator=torch.Generator().manual_seed(0))
+    sample = torch.randint(n, (_CHECKED_ROWS - 2,), generator=_generator(), device="cpu")
     rows = sorted({0, n - 1, *sample.tolist()})
     weights = attention_weights(query, key, pattern, query_rows=rows, is_causal=is_causal)
     expected = torch.einsum("bhrm,bmhd->brhd", weights, value)

@@ -59,7 +59,7 @@ def _choice(problem: Problem, span: Span, chunk: range, means: tuple[Tensor, Ten
     budget = rows.budget.long()
     queries = q_mean[:, :, own.start : own.stop]
     best = best_blocks(queries, k_mean, rows.to(q_mean.device), scale, int(budget.max())).cpu()
-    starts = torch.arange(best[..., 0].numel()).view(best.shape[:3]) * best.shape[3]
+    starts = torch.arange(best[..., 0].numel(), device="cpu").view(best.shape[:3]) * best.shape[3]
     return BlockLists(budget.expand(starts.shape), starts, best.flatten(), size, blocks, own.start)
 
 
@@ -122,11 +122,11 @@ def _with_requests(sequences: list[ListedShards], size: int, wire: Wire) -> tupl
 
 def _request(sequences: list[ListedShards], size: int, rank: int, peer: int) -> Tensor:
     """One byte for every block of another rank's chunks: whether this rank reads it."""
-    wanted = [torch.zeros(0, dtype=torch.uint8)]
+    wanted = [torch.zeros(0, dtype=torch.uint8, device="cpu")]
     for sequence in sequences:
         for chunk in sequence.schedule.shards.chunks[peer]:
             blocks = blocks_of(chunk, size)
-            wanted.append(torch.zeros(len(blocks), dtype=torch.uint8))
+            wanted.append(torch.zeros(len(blocks), dtype=torch.uint8, device="cpu"))
             for x in overlap(sequence.schedule.read[rank], chunk) if chunk else ():
                 named = blocks_of(x, size)
                 wanted[-1][named.start - blocks.start : named.stop - blocks.start] = 1

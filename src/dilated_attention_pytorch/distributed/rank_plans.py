@@ -267,7 +267,9 @@ def block_plan(
             rows = positions_of(sequence.rows(rank, x) for x in transfer.ranges).to(device)
             return BlockSection(sequence, transfer, rows, ())
         packed = slice(None), slice(0, transfer.rows), slice(None)
-        return BlockSection(sequence, transfer, torch.empty(0), tuple(steps(sequence, transfer.ranges, packed)))
+        return BlockSection(
+            sequence, transfer, torch.empty(0, device="cpu"), tuple(steps(sequence, transfer.ranges, packed))
+        )
 
     def split(transfers: list[tuple[ListedShards, BlockTransfer]]) -> list[tuple[BlockSection, ...]]:
         return [tuple(section(*one) for one in transfers)] if transfers else []
@@ -320,7 +322,7 @@ def _meetings(
     head = min(size - missing, len(ranges[0])) if missing else 0  # rows of the first key block
     packed = []
     if head:
-        packed.append((slice(0, head), torch.tensor([ranges[0].start // size])))
+        packed.append((slice(0, head), torch.tensor([ranges[0].start // size], device="cpu")))
     if total > head:
         whole = [blocks_of(x, size) for x in (ranges[0][head:], *ranges[1:]) if x]
         packed.append((slice(head, total), positions_of(whole)))

@@ -176,7 +176,7 @@ class Wire:
         """What travels for a message: its rows, or as many rows in pinned host memory."""
         if not self.staged:
             return rows
-        pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        pinned = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
         return pinned.copy_(rows, non_blocking=True) if copy else pinned
 
     @contextlib.contextmanager

@@ -149,7 +149,8 @@ class Hilbert(Order):
         tensor([[0, 2, 1],
                 [1, 0, 2]])
         """
-        points = torch.as_tensor(coords, device=device).detach()
+        keep = isinstance(coords, Tensor) and device is None
+        points = (coords if keep else torch.as_tensor(coords, device=device)).detach()
         if points.dim() not in (2, 3) or points.shape[-1] not in (2, 3):
             shapes = "(n, 2), (n, 3), (batch, n, 2) or (batch, n, 3)"
             raise ValueError(f"coordinates must be {shapes}, got shape {tuple(points.shape)}")

@@ -121,7 +121,7 @@ class Order:
         tensor([12, 10, 11])
         """
         try:
-            given = torch.as_tensor(p, device=device)
+            given = p if isinstance(p, Tensor) and device is None else torch.as_tensor(p, device=device)
         except (TypeError, ValueError, RuntimeError):  # as PyTorch refuses None, strings and ragged lists
             raise TypeError(f"a permutation is a tensor or a list of integers, got {p!r}") from None
         if given.numel() == 0:
