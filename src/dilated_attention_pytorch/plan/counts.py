@@ -133,7 +133,7 @@ def _unlisted(lists: BlockLists, span: Span) -> int:
 
 def _empty_in_lists(lists: BlockLists, span: Span, positions: Tensor, heads: int) -> int:
     """The rows whose listed blocks have no key of a position as small as theirs; positions are (B, N)."""
-    size, none = lists.block_size, torch.iinfo(torch.int64).max
+    size, none = lists.block_size, 2**62  # pad takes a double, which holds this exactly
     padding = lists.key_blocks * size - span.length
     padded = torch.nn.functional.pad(positions.long(), (0, padding), value=none)
     smallest = padded.view(len(positions), lists.key_blocks, size).amin(-1)
