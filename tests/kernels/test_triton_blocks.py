@@ -152,8 +152,8 @@ def test_sequences_of_their_own(kind, padded):
     """Padded samples and packed documents, in one launch: what each is alone."""
     pattern = BlockSparse.from_config(SparsePatternConfig(kind, 0.5, block_size=16, **OPTIONS.get(kind, {})))
     if padded:
-        tensors, options = inputs(4, 40, 50, 1, 1, 16), {"lengths": torch.tensor([50, 0, 9, 33])}
-        parts = [(b, slice(0, max(0, x - 10)), slice(0, x)) for b, x in enumerate([50, 0, 9, 33])]
+        tensors, options = inputs(4, 50, 50, 1, 1, 16), {"lengths": torch.tensor([50, 0, 9, 33])}
+        parts = [(b, slice(0, x), slice(0, x)) for b, x in enumerate([50, 0, 9, 33])]
     else:
         tensors, options = inputs(1, 50, 50, 1, 1, 16), {"cu_seqlens": torch.tensor([0, 17, 17, 34, 50])}
         parts = [(0, slice(a, b), slice(a, b)) for a, b in ((0, 17), (17, 34), (34, 50))]
