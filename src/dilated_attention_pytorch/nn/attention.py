@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.api import attention
 from dilated_attention_pytorch.call import AttentionOptions, Sharding, as_sharding, check_options
-from dilated_attention_pytorch.checks import check_inputs, check_pattern
+from dilated_attention_pytorch.checks import check_inputs, check_pattern, check_tensors
 from dilated_attention_pytorch.lengths import Lengths
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse, SparsePatternConfig
@@ -132,6 +132,7 @@ class Attention(nn.Module):
         key = query if key is None else key
         inputs = Inputs(query, key, key if value is None else value)
         if isinstance(self.pattern, DistributedSparseConfig):  # the shape of key is read before ``attention`` checks it
+            check_tensors(*inputs)
             check_inputs(*inputs)
         return inputs
 
