@@ -28,9 +28,8 @@ demo: $(INSTALLED)
 quick: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m quick $(ARGS)
 
-# Three processes on two cores, because some tests wait for timeouts and for other processes.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
 
 test-machine-code: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m machine_code $(ARGS)

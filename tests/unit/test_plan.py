@@ -41,7 +41,7 @@ def patterns(draw, max_key_heads=6):
     return Dilated([w for w, _ in branches], rates, rule), key_heads
 
 
-@settings(max_examples=1500)
+@settings(max_examples=1000)
 @given(data=st.data(), n=st.integers(0, 60), causal=st.booleans())
 def test_plan_covers_the_multiplicity_exactly(data, n, causal):
     pattern, key_heads = data.draw(patterns())
