@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -98,8 +99,11 @@ def as_bool(name: str, value: Any) -> bool:
         return value
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
-    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    raise TypeError(f"{name} must be True or False, got {got}; other masks are not supported")
+    got = f"{type(value).__name__} of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+    raise TypeError(
+        f"{name} must be True or False, got {got}; other masks are not supported, because the pattern decides which "
+        "positions meet (BlockSparse.custom takes a mask of blocks)"
+    )
 
 
 def check_seed(seed: Any) -> None:
@@ -146,25 +150,41 @@ def rows_in_order(order: Order | None, ordered: bool | None, sharded: bool) -> b
     return sharded or bool(ordered)
 
 
+def _ends_inside(name: str, values: Sequence[int], n: int) -> bool:
+    """Whether a sample or document of a sequence of ``n`` positions ends before it."""
+    return any(x != n and not (x == 0 and name == "cu_seqlens") for x in values)
+
+
 def check_order_keeps(order: Order, lengths: Tensor | None, cu_seqlens: Tensor | None) -> None:
     """Raise if the order moves rows between the samples or documents that these tensors on the host describe."""
     if isinstance(order, Identity):
         return
+    n = len(order)
     for name, kept, given in (("lengths", order.lengths, lengths), ("cu_seqlens", order.cu_seqlens, cu_seqlens)):
-        if kept is None and given is not None:
+        if given is None:
+            if kept is not None and _ends_inside(name, kept, n):
+                raise ValueError(f"the order keeps the padding or the documents of {name}={few(kept)}: pass them as {name}")
+        elif torch.compiler.is_compiling():
+            torch._assert_async(_agrees(name, kept, given, n), f"the order was made for other {name}")
+        elif type(given) is not Tensor or given.is_meta:
+            continue  # without values
+        elif kept is None and _ends_inside(name, given.tolist(), n):
             raise ValueError(
                 f"this order moves rows over the whole sequence, but {name} says that samples or documents end inside; "
                 f"use order.within({name}={name}), Hilbert.coordinates(coords, lengths=...), Order.padded or Order.packed"
             )
-        if kept is None:
-            continue
-        if given is None:
-            raise ValueError(f"the order keeps the padding or the documents of {name}={few(kept)}: pass them as {name}")
-        if torch.compiler.is_compiling():
-            same = given.shape[0] == len(kept) and (given == torch.tensor(kept, device="cpu")).all()
-            torch._assert_async(torch.as_tensor(same), f"the order was made for other {name}")
-        elif type(given) is Tensor and not given.is_meta and tuple(given.tolist()) != kept:  # fake tensors have no values
+        elif kept is not None and tuple(given.tolist()) != kept:
             raise ValueError(f"the order was made for {name}={few(kept)}, got {few(given.tolist())}; make one for these")
+
+
+def _agrees(name: str, kept: tuple[int, ...] | None, given: Tensor, n: int) -> Tensor:
+    """The same comparison for compilers, which have no values: a tensor that is True."""
+    if kept is None:
+        whole = given == n
+        return (whole | (given == 0) if name == "cu_seqlens" else whole).all()
+    if given.shape[0] != len(kept):
+        return torch.zeros((), dtype=torch.bool, device="cpu")
+    return (given == torch.tensor(kept, device="cpu")).all()
 
 
 def check_order(order: Order, inputs: Inputs, *, sharded: bool) -> None:

@@ -156,6 +156,8 @@ def explain(
             *tensors, pattern, is_causal=is_causal, dropout_p=dropout_p, lengths=lengths, cu_seqlens=cu_seqlens,
             backend=backend, order=order if order is None or tensors[0] is query else order.to(tensors[0].device),
         )  # fmt: skip
+        if call.order is not None and call.permutes and isinstance(pattern, BlockSparse) and pattern.is_adaptive:
+            inputs = Inputs(*map(call.order.permute, inputs))  # blocks are chosen from the ordered rows
         request = Request.of(call, target)
         call = call if target is None else replace(call, device=target.device)
         chosen = backends.choose(backend, request)

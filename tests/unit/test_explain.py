@@ -225,3 +225,10 @@ def test_simulated_memory_of_gpus(device):
         assert one.query == 2**14 * 8 * 64 * 2
         assert one.partials >= 2**14 * 8 * (64 + 1) * 4
         assert one.partials < 4 * 2**14 * 8 * 64 * 4
+
+
+def test_adaptive_blocks_are_chosen_from_ordered_rows():
+    q, k = torch.randn(2, 2, 75, 4, 8).unbind(0)
+    pattern, order = BlockSparse.from_config(config("adaptive")), random_order(75, 2)
+    expected = explain(order.permute(q), order.permute(k), k, pattern)
+    assert explain(q, k, k, pattern, order=order).pairs == expected.pairs

@@ -12,6 +12,7 @@ from dilated_attention_pytorch import (
     DilatedAttention,
     Hilbert,
     Identity,
+    MultiheadDilatedAttention,
     Order,
     SparsePatternConfig,
     Striped,
@@ -30,7 +31,13 @@ def tensors(dtype=torch.float32):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: Order(), lambda: Order(torch.tensor([0, 0])), lambda: Hilbert(), lambda: Order("x"), lambda: Order([1])],
+    [
+        lambda: Order(),
+        lambda: Order(torch.tensor([0, 0])),
+        lambda: Hilbert(),
+        lambda: Order("x"),
+        lambda: Order(positions=torch.tensor([0, 0])),
+    ],
 )
 def test_orders_are_made_by_their_factories(make):
     with pytest.raises(
@@ -120,6 +127,10 @@ def test_layouts(kind):
     other = {"sparse": q.to_sparse, "csr": q[0, :, 0].to_sparse_csr, "mkldnn": q.to_mkldnn}[kind]()
     with pytest.raises(TypeError, match=r"key must be a dense tensor, got one that is torch\.\w+; use x\.to_dense\(\)"):
         attention(q, other, v, PATTERN)
+    module, x = MultiheadDilatedAttention(8, 2, [8], [1]), torch.randn(2, 20, 8)
+    other = {"sparse": x.to_sparse, "csr": x[0].to_sparse_csr, "mkldnn": x.to_mkldnn}[kind]()
+    with pytest.raises(TypeError, match=r"query must be a dense tensor, got one that is torch\.\w+; use x\.to_dense\(\)"):
+        module(other, other, other)
 
 
 def test_numbers_of_numpy():
@@ -139,9 +150,13 @@ def test_numbers_of_numpy():
 def test_a_mask_is_not_printed():
     mask = torch.ones(20, 20, dtype=torch.bool).tril()
     with pytest.raises(
-        TypeError, match=r"^is_causal must be True or False, got a tensor of shape \(20, 20\); other masks are"
+        TypeError, match=r"^is_causal must be True or False, got Tensor of shape \(20, 20\); other masks are"
     ):
         attention(*tensors(), PATTERN, is_causal=mask)
+    with pytest.raises(
+        TypeError, match=r"^is_causal must be True or False, got ndarray of shape \(20, 20\); other masks are"
+    ):
+        attention(*tensors(), PATTERN, is_causal=mask.numpy())
 
 
 def test_lengths_of_fewer_queries_than_keys():

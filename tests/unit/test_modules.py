@@ -180,6 +180,11 @@ def test_all_modules_take_the_same_options(make):
     for name in ("softmax_scale", "attention_dropout", "dropout", "bucket_size", "transport", "comm_dtype"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             make(**{name: None})
+    if make(group=None).__class__.__name__.startswith("Multihead"):
+        with pytest.raises(
+            TypeError, match="unexpected keyword argument 'dropout'; dropout is called dropout_p; its docstring"
+        ):
+            make(dropout=0.1)
     for name, wrong, error, message in (
         ("scale", torch.ones(1), TypeError, "scale must be a number, got Tensor; multiply the query by a learned scale"),
         ("dropout_p", 1.0, ValueError, "0 <= dropout_p < 1, got 1.0"),

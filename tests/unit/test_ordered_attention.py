@@ -273,7 +273,7 @@ def test_explain():
             "but lengths says that samples or documents end inside; use order.w",
         ),
         (
-            {"cu_seqlens": torch.tensor([0, 20])},
+            {"cu_seqlens": torch.tensor([0, 5, 20])},
             ValueError,
             "use order.within(cu_seqlens=cu_seqlens), Hilbert.coordinates(",
         ),

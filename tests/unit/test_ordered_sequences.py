@@ -169,6 +169,11 @@ def test_an_order_and_lengths_that_do_not_belong_together():
         Order.packed([order])
     with pytest.raises(ValueError, match=r"one entry for each sample of coordinates \(batch, n, 2 or 3\), got \(1,\) for"):
         Hilbert.coordinates(torch.zeros(6, 2), lengths=[6])
+    whole = attention(x, x, x, Dilated([4], [1]), order=Hilbert.line(6))  # nothing ends inside
+    assert call(order=Hilbert.line(6), lengths=[6, 6]).equal(whole)
+    assert call(order=Hilbert.line(6), cu_seqlens=[0, 0, 6]).equal(whole)
+    full = Order.padded(own_orders((6, 6)))
+    assert call(order=full).equal(call(order=full, lengths=[6, 6]))
     identity = call(order=Identity(6), lengths=[6, 4])  # it moves nothing
     assert identity.equal(attention(x, x, x, Dilated([4], [1]), lengths=[6, 4]))
 

@@ -317,7 +317,7 @@ def test_masks_that_are_refused():
         module(x, x, x, attn_mask=CAUSAL.tolist())
     with pytest.raises(ValueError, match="attn_mask gets no gradient here, got one that requires it"):
         module(x, x, x, attn_mask=torch.zeros(12, 12, requires_grad=True))
-    with pytest.raises(TypeError, match=r"is_causal must be True or False, got a tensor of shape \(12, 12\)"):
+    with pytest.raises(TypeError, match=r"is_causal must be True or False, got Tensor of shape \(12, 12\)"):
         module(x, x, x, attn_mask=CAUSAL, is_causal=CAUSAL)
     with pytest.raises(ValueError, match="which differ with ordered=True; use is_causal=True without attn_mask"):
         module(x, x, x, attn_mask=CAUSAL, order=Hilbert.grid(3, 4), ordered=True)

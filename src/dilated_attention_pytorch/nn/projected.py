@@ -84,6 +84,13 @@ class ProjectedAttention(HeadProjections):
         gamma_init: float = 1.0, batch_first: bool = True, kdim: int | None = None, vdim: int | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, **options: Unpack[ModuleOptions],
     ) -> None:  # fmt: skip
+        unknown = ", ".join(sorted(set(options) - set(ModuleOptions.__annotations__)))
+        if unknown:
+            hint = "; dropout is called dropout_p" if "dropout" in options else ""
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} got an unexpected keyword argument {unknown!r}{hint}; its docstring has those it takes"
+            )
         super().__init__(
             embed_dim, num_heads, num_kv_heads=num_kv_heads, bias=bias, layer_norm=layer_norm,
             layer_norm_eps=layer_norm_eps, gamma_init=gamma_init, batch_first=batch_first, kdim=kdim, vdim=vdim,

@@ -145,6 +145,8 @@ class HeadProjections(nn.Module):
         for name, x in embeddings.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            if x.layout != torch.strided:
+                raise TypeError(f"{name} must be a dense tensor, got one that is {x.layout}; use x.to_dense()")
             size, shape = sizes[name], tuple(x.shape)
             if x.dim() not in (2, 3) or shape[-1] != size:
                 raise ValueError(f"{name} must be ({dims}, {size}), or (sequence, {size}) for one sample; got {shape}")

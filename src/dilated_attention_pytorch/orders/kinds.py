@@ -43,7 +43,7 @@ class Identity(Order):
     def __init__(self, n: int, *, device: Device = None) -> None:
         _check_sizes(n=n)
         _check_fits(n, device, f"Identity({n})")
-        super().__init__(positions=torch.arange(n, device=device), description=f"Identity({n})")
+        super().__init__(_positions=torch.arange(n, device=device), _description=f"Identity({n})")
 
 
 class ZigZag(Order):
@@ -62,7 +62,7 @@ class ZigZag(Order):
             early, late = start + (length + 1) // 2, stop - length // 2
             ranges += [torch.arange(start, early, device=device), torch.arange(late, stop, device=device)]
             start, stop = early, late
-        super().__init__(positions=torch.cat(ranges), description=f"ZigZag({n}, {world_size})")
+        super().__init__(_positions=torch.cat(ranges), _description=f"ZigZag({n}, {world_size})")
 
 
 class Striped(Order):
@@ -77,7 +77,7 @@ class Striped(Order):
         _check_sizes(least=1, world_size=world_size)
         _check_fits(n, device, f"Striped({n}, {world_size})")
         stripes = [torch.arange(min(rank, n), n, world_size, device=device) for rank in range(world_size)]
-        super().__init__(positions=torch.cat(stripes), description=f"Striped({n}, {world_size})")
+        super().__init__(_positions=torch.cat(stripes), _description=f"Striped({n}, {world_size})")
 
 
 class Hilbert(Order):
@@ -104,14 +104,14 @@ class Hilbert(Order):
                 raise ValueError(f"{name} must be at most 2**31, got {size}; Hilbert.line(n) orders a sequence")
         if not torch.compiler.is_compiling():
             _check_fits(hilbert.grid_points(shape), device, f"Hilbert.grid{shape}")
-        return Hilbert(positions=hilbert.grid_of(_on(device), shape), description=f"Hilbert.grid{shape}")
+        return Hilbert(_positions=hilbert.grid_of(_on(device), shape), _description=f"Hilbert.grid{shape}")
 
     @staticmethod
     def line(n: int, *, device: Device = None) -> Hilbert:
         """The sequence is written row by row into the smallest square that holds it, and read along the curve."""
         _check_sizes(n=n)
         _check_fits(n, device, f"Hilbert.line({n})")
-        return Hilbert(positions=hilbert.line_of(_on(device), n), description=f"Hilbert.line({n})")
+        return Hilbert(_positions=hilbert.line_of(_on(device), n), _description=f"Hilbert.line({n})")
 
     @staticmethod
     def segments(n: int, length: int, *, device: Device = None) -> Hilbert:
@@ -128,7 +128,7 @@ class Hilbert(Order):
         if whole:  # no curve is made for a length larger than the sequence
             starts = torch.arange(whole, device=device).unsqueeze(1) * length
             positions = torch.cat(((starts + hilbert.line_of(on, length)).flatten(), positions))
-        return Hilbert(positions=positions, description=f"Hilbert.segments({n}, {length})")
+        return Hilbert(_positions=positions, _description=f"Hilbert.segments({n}, {length})")
 
     @staticmethod
     def coordinates(coords: Tensor, *, lengths: Lengths | None = None, device: Device = None) -> Hilbert:
@@ -161,7 +161,7 @@ class Hilbert(Order):
             got = f"got {tuple(given.shape)} for coordinates of shape {tuple(points.shape)}"
             raise ValueError(f"lengths has one entry for each sample of coordinates (batch, n, 2 or 3), {got}")
         own = None if given is None else given.to(points.device, torch.int64)
-        order = Hilbert(positions=hilbert.order_of(points, own), description="Hilbert.coordinates({})")
+        order = Hilbert(_positions=hilbert.order_of(points, own), _description="Hilbert.coordinates({})")
         return order if given is None else order._bounded(host_lengths(given, points.shape[1]), None)
 
 

@@ -97,18 +97,20 @@ class Order:
     """
 
     def __init__(
-        self, *arguments: object, positions: Tensor | None = None, places: Tensor | None = None, description: str = ""
+        self, *arguments: object, _positions: Tensor | None = None, _places: Tensor | None = None, _description: str = "",
+        **named: object,
     ) -> None:  # fmt: skip
-        """Used by the factories, which give a permutation ``positions`` and, where they have it, its inverse ``places``."""
-        if positions is None or arguments:
+        """Used by the factories, which give a permutation and, where they have it, its inverse ``_places``."""
+        if _positions is None or arguments or named:
             raise TypeError(f"{_FACTORIES}, not by {type(self).__name__}(...)")
+        positions, places = _positions, _places
         if places is None:
             every = torch.arange(positions.shape[-1], device=positions.device).expand(positions.shape)
             places = torch.empty_like(positions).scatter_(-1, positions, every)
         # Both directions are made now: a tracer that made one later could leave a fake tensor here.
         self._positions, self._places = positions, places
         # "{}" stands for the size. With the size itself, compilers would compile once for each size.
-        self._description = description
+        self._description = _description
         self._fingerprint: str | None = None
         self._lengths: tuple[int, ...] | None = None
         self._cu_seqlens: tuple[int, ...] | None = None
@@ -140,7 +142,7 @@ class Order:
         if missing.any():
             example = int(missing.nonzero()[0, -1])
             raise ValueError(f"{rule}, got {int(missing.sum())} of them not at all, for example {example}; {hint}")
-        return Order(positions=positions, description="Order.from_permutation({})")
+        return Order(_positions=positions, _description="Order.from_permutation({})")
 
     @staticmethod
     def padded(orders: Sequence[Order]) -> Order:
@@ -156,7 +158,7 @@ class Order:
         positions = torch.arange(max(lengths), device=device).repeat(len(orders), 1)
         for row, order in zip(positions, orders, strict=True):
             row[: len(order)] = order.positions
-        return Order(positions=positions, description="Order.padded({})")._bounded(lengths, None)
+        return Order(_positions=positions, _description="Order.padded({})")._bounded(lengths, None)
 
     @staticmethod
     def packed(orders: Sequence[Order]) -> Order:
@@ -169,7 +171,7 @@ class Order:
         _check_single(orders)
         starts = tuple(accumulate(map(len, orders), initial=0))
         positions = torch.cat([order.positions + start for order, start in zip(orders, starts, strict=False)])
-        return Order(positions=positions, description="Order.packed({})")._bounded(None, starts)
+        return Order(_positions=positions, _description="Order.packed({})")._bounded(None, starts)
 
     def within(self, *, lengths: Lengths | None = None, cu_seqlens: Lengths | None = None) -> Order:
         """This order inside each sample or document: no position leaves its own, and padding stays behind.
@@ -200,7 +202,7 @@ class Order:
             ends = torch.tensor(bounded[1], device=positions.device)
             sequence = torch.searchsorted(ends, positions, right=True)
         positions = positions.gather(-1, sequence.to(torch.int64).argsort(dim=-1, stable=True))
-        return Order(positions=positions, description=f"{self!r}.within(...)")._bounded(*bounded)
+        return Order(_positions=positions, _description=f"{self!r}.within(...)")._bounded(*bounded)
 
     def _bounded(self, lengths: tuple[int, ...] | None, cu_seqlens: tuple[int, ...] | None) -> Self:
         """Record the samples or documents whose rows this order keeps together."""
@@ -235,7 +237,7 @@ class Order:
     @property
     def inverse(self) -> Order:
         """The order that undoes this one."""
-        inverse = Order(positions=self._places, places=self._positions, description=f"{self!r}.inverse")
+        inverse = Order(_positions=self._places, _places=self._positions, _description=f"{self!r}.inverse")
         return inverse._bounded(self._lengths, self._cu_seqlens)
 
     def then(self, other: Order) -> Order:
@@ -253,7 +255,7 @@ class Order:
         if a.device != b.device:
             raise ValueError(f"orders must be on one device, got {a.device} and {b.device}; use .to(device)")
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
-        result = Order(positions=a.gather(-1, b), description=f"{self!r}.then({other!r})")
+        result = Order(_positions=a.gather(-1, b), _description=f"{self!r}.then({other!r})")
         same = (self._lengths, self._cu_seqlens) == (other._lengths, other._cu_seqlens)
         return result._bounded(self._lengths, self._cu_seqlens) if same else result
 
