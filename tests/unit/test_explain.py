@@ -151,6 +151,8 @@ def test_devices_that_do_not_exist():
     x = torch.empty(1, 16, 2, 8)
     with pytest.raises(ValueError, match=r"sm90 or 9.0\) or with one of v100, .*h200.*; got 'cuda:h9000'"):
         explain(x, x, x, Dilated([8], [1]), device="cuda:h9000")
+    with pytest.raises(ValueError, match=r"one of v100, .*h200.*; got 'cuda:4090'"):
+        explain(x, x, x, Dilated([8], [1]), device="cuda:4090")
     with pytest.raises(ValueError, match="got 'toaster'"):
         explain(x, x, x, Dilated([8], [1]), device="toaster")
     with pytest.raises(TypeError, match="string such as 'cuda:h200', got int"):

@@ -52,12 +52,14 @@ def find_target(device: str | torch.device) -> Target:
     if kind == "cuda" and name.lower() in GPUS:
         return Target(torch.device("cuda"), GPUS[name.lower()], described=True)
     try:
-        found = torch.device(device)
+        found = None if name.isdigit() and int(name) > 127 else torch.device(device)  # which takes 4090 for another number
     except RuntimeError:
+        found = None
+    if found is None:
         raise ValueError(
             f"device must be one of this machine, such as 'cpu' or 'cuda:0', or a description: 'cuda:' with a compute "
             f"capability (sm90 or 9.0) or with one of {', '.join(GPUS)}; got {str(device)!r}"
-        ) from None
+        )
     return Target(found, capability_of(found))
 
 

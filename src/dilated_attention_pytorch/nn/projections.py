@@ -155,9 +155,11 @@ class HeadProjections(nn.Module):
             if not x.is_floating_point():
                 raise TypeError(f"{name} must hold floating-point embeddings, got {x.dtype}; use .to({weight.dtype})")
             if _linear_dtype(x) != _linear_dtype(weight):
+                # Autocast leaves float64 as it is.
+                autocast = "" if torch.float64 in (x.dtype, weight.dtype) else ", or torch.autocast"
                 raise TypeError(
                     f"{name} must have the dtype of the module's weights, got {x.dtype} and {weight.dtype}; use "
-                    f"{name}.to({weight.dtype}), module.to({x.dtype}) or torch.autocast"
+                    f"{name}.to({weight.dtype}) or module.to({x.dtype}){autocast}"
                 )
 
     def _load_from_state_dict(
