@@ -1,7 +1,7 @@
 """Entry point of the command ``dilated-attention``.
 
 This module is outside of the package, because importing the package imports PyTorch, which takes seconds. Ctrl-C ends the
-command with one sentence during these imports too.
+command with one sentence during these imports too. With ``python -m``, the package itself calls ``end_on_interrupt`` first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ def _stop(signal_number: int, frame: FrameType | None) -> None:
         os._exit(130)
 
 
-def main() -> None:
-    """Run the command."""
+def end_on_interrupt() -> None:
+    """Let Ctrl-C end the process with one sentence, unless something else handles it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell starts background jobs without Ctrl-C
         signal.signal(signal.SIGINT, _stop)
+
+
+def main() -> None:
+    """Run the command."""
+    end_on_interrupt()
     from dilated_attention_pytorch.cli import main as run
 
     sys.exit(run())

@@ -1,5 +1,12 @@
 """Dilated attention over very long sequences, exact on every device."""
 
+import sys
+
+if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:  # ``python -m`` imports the package before ``__main__``
+    from dilated_attention_command import end_on_interrupt
+
+    end_on_interrupt()
+
 from dilated_attention_pytorch.api import attention, attention_weights, dilated_attention
 from dilated_attention_pytorch.caches import clear_caches
 from dilated_attention_pytorch.call import Sharding

@@ -149,14 +149,14 @@ def attention(
         "cu_seqlens": cu_seqlens, "mixing_gradient": mixing_gradient, "backend": backend, "order": order,
         "ordered": ordered, "group": group, "layout": layout,
     }  # fmt: skip
-    if is_jagged(query, key, value):
-        return _jagged_attention(Inputs(query, key, value), pattern, options, return_lse)
     if group is not None:
         from dilated_attention_pytorch.distributed.ring import sharded_attention  # imports torch.distributed
 
         # It builds the call: a mistake of one rank is reported to the others.
         out, sharded_lse = sharded_attention(query, key, value, pattern, return_lse=return_lse, **options)
         return (out, sharded_lse) if return_lse and sharded_lse is not None else out
+    if is_jagged(query, key, value):
+        return _jagged_attention(Inputs(query, key, value), pattern, options, return_lse)
     call, inputs = make_call(query, key, value, pattern, return_lse=return_lse, **options)
     chosen = backends.choose(call.backend, Request.of(call))
     if chosen is not REFERENCE:
@@ -173,12 +173,9 @@ def _jagged_attention(
     inputs: Inputs, pattern: Pattern, options: AttentionOptions, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``attention`` of nested tensors: their sequences are packed documents."""
-    for name in ("lengths", "cu_seqlens", "group"):
+    for name in ("lengths", "cu_seqlens"):
         if options.get(name) is not None:
-            raise ValueError(
-                f"nested tensors hold the lengths of their sequences and are not sharded, got {name}; pass dense tensors "
-                "x.values().unsqueeze(0) with cu_seqlens=x.offsets() instead"
-            )
+            raise ValueError(f"nested tensors hold the lengths of their sequences, got {name} as well; leave it out")
     packed, offsets = pack(**inputs._asdict())
     options["cu_seqlens"] = offsets
     result = attention(*Inputs(*packed), pattern, return_lse=return_lse, **options)

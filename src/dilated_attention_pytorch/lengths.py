@@ -43,7 +43,7 @@ def host_lengths(lengths: Tensor | None, m: int, n: int | None = None) -> tuple[
     _check_values("lengths", lengths)
     values = [int(x) for x in lengths.tolist()]
     if values and (min(values) < 0 or max(values) > m):
-        raise ValueError(f"lengths must lie between 0 and the {m} positions of key, got {few(values)}")
+        raise ValueError(f"lengths must lie between 0 and the {m} positions of the sequence, got {few(values)}")
     if values and n is not None and n < m and min(values) < m:
         raise ValueError(
             f"fewer queries than keys are the last positions of the keys, so samples cannot be shorter than the {m} keys: "
@@ -60,7 +60,7 @@ def host_cu_seqlens(cu_seqlens: Tensor | None, m: int) -> tuple[int, ...] | None
     values = [int(x) for x in cu_seqlens.tolist()]
     if values != sorted(values) or values[0] != 0 or values[-1] != m:
         raise ValueError(
-            f"cu_seqlens must rise from 0 to the {m} positions of key (document d is rows cu_seqlens[d] to "
+            f"cu_seqlens must rise from 0 to the {m} positions of the sequence (document d is rows cu_seqlens[d] to "
             f"cu_seqlens[d + 1]), got {few(values)}"
         )
     return tuple(values)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from dilated_attention_pytorch.integers import as_integer
+
 LAYOUTS = ("contiguous", "zigzag")
 
 
@@ -60,8 +62,7 @@ class Shards:
     @staticmethod
     def even(length: int, world_size: int, layout: str) -> Shards:
         """Shards of a sequence of this length. Their lengths differ by at most one row, and the longer ones come first."""
-        if not isinstance(world_size, int) or world_size < 1:
-            raise ValueError(f"world_size must be an integer, at least 1, got {world_size!r}")
+        world_size = as_integer("world_size", world_size, 1)
         return Shards.of([length // world_size + (p < length % world_size) for p in range(world_size)], layout)
 
     @property

@@ -54,6 +54,18 @@ def test_interrupt_during_imports(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["torch", "dilated_attention_pytorch.cli"])
+def test_interrupt_of_python_m(tmp_path, name):
+    """``python -m`` imports the package, and PyTorch with it, before it runs ``__main__``."""
+    (tmp_path / "sitecustomize.py").write_text(AT_IMPORT.format(name=name))
+    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    result = subprocess.run(
+        [sys.executable, "-m", "dilated_attention_pytorch", "--version"], env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+
+
 def test_interrupt_while_a_picture_is_written(tmp_path):
     path = tmp_path / "x.png"
     path.write_bytes(b"old")

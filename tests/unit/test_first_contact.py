@@ -80,12 +80,20 @@ def test_permutations():
     for value in (None, "x", [[1, 0], [0]]):
         with pytest.raises(TypeError, match="a permutation is a tensor or a list of integers, got "):
             Order.from_permutation(value)
-    with pytest.raises(TypeError, match="dim must be an integer, the dimension of the sequence, got 'x'"):
+    with pytest.raises(TypeError, match="dim must be an integer, got 'x'"):
         Identity(4).permute(torch.zeros(1, 4), dim="x")
+    with pytest.raises(ValueError, match="must have values, got one on the meta device; pass device='cpu'"):
+        Order.from_permutation([1, 0], device="meta")
     assert Order.from_permutation(np.array([1, 0])).positions.tolist() == [1, 0]
+    assert Identity(4).permute(torch.arange(4)[None], dim=np.int64(1)).tolist() == [[0, 1, 2, 3]]
+    jagged = torch.nested.nested_tensor([torch.zeros(3, 2), torch.zeros(2, 2)], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"coordinates must be a dense tensor; of a nested one, .* Order\.packed\("):
+        Hilbert.coordinates(jagged)
+    with pytest.raises(TypeError, match="an order moves rows of dense tensors; pass a nested tensor and the order to"):
+        Identity(3).permute(jagged)
 
 
-@pytest.mark.parametrize("world_size", [0, -1, 1.5])
+@pytest.mark.parametrize("world_size", [0, -1, 1.5, True])
 def test_world_sizes(world_size):
     q, k, v = tensors()
     for call in (
@@ -97,6 +105,8 @@ def test_world_sizes(world_size):
     ):
         with pytest.raises((ValueError, TypeError), match=f"world_size must be .*, got {world_size}"):
             call()
+    assert Shards.even(20, np.int64(2), "contiguous") == Shards.even(20, 2, "contiguous")
+    assert ZigZag(20, np.int64(2)) == ZigZag(20, 2)
 
 
 def test_groups():

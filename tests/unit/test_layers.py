@@ -13,7 +13,7 @@ PACKAGE = "dilated_attention_pytorch"
 ROOT = Path(dilated_attention_pytorch.__file__).parent
 # Each line may import from itself and from the lines above it. Inside a package, `ORDER` has further lines.
 LAYERS = (
-    ("batching", "dtypes", "dispatch", "measure", "shards", "lengths", "jagged"),
+    ("batching", "dtypes", "integers", "dispatch", "measure", "shards", "lengths", "jagged"),
     ("patterns",),
     ("orders",),
     ("plan",),
@@ -32,6 +32,7 @@ WITHOUT_TORCH = (
     "plan/tiles.py",
     "plan/sequences.py",
     "plan/dropout.py",
+    "integers.py",
     "shards.py",
     "distributed/schedules.py",
 )

@@ -158,7 +158,7 @@ def test_packed_documents_in_a_multihead_module():
     expected = torch.cat([module(*[x[:, a:b]] * 3, is_causal=True)[0] for a, b in ((0, 13), (13, 20))], 1)
     torch.testing.assert_close(module(x, x, x, is_causal=True, cu_seqlens=cu_seqlens)[0], expected)
     torch.testing.assert_close(module(*[x[0]] * 3, is_causal=True, cu_seqlens=cu_seqlens)[0], expected[0])
-    with pytest.raises(ValueError, match="needs one sequence per sample; use attention_map for each document"):
+    with pytest.raises(ValueError, match="needs one sequence per sample; call once for each sequence"):
         module(x, x, x, need_weights=True, cu_seqlens=cu_seqlens)
     with pytest.raises(ValueError, match=r"lengths .* and cu_seqlens .* exclude one another"):
         module(x, x, x, lengths=torch.tensor([20, 3]), cu_seqlens=cu_seqlens)
@@ -261,22 +261,23 @@ def test_options_of_the_authors_code_reach_the_attention():
         ({"bias": "x"}, TypeError, "bias must be True or False, got 'x'"),
         ({"bias": None}, TypeError, "bias must be True or False, got None"),
         ({"layer_norm": 1}, TypeError, "layer_norm must be True or False, got 1"),
+        ({"dtype": torch.int32}, TypeError, "the weights must have a floating-point dtype, got torch.int32"),
         ({"layer_norm_eps": -1}, ValueError, "layer_norm_eps must be positive and finite, got -1; leave it out for the"),
         ({"layer_norm_eps": 0.0}, ValueError, "layer_norm_eps must be positive and finite, got 0.0"),
         ({"layer_norm_eps": "x"}, TypeError, "layer_norm_eps must be a number, got 'x'; leave it out for the default"),
         ({"layer_norm_eps": None}, TypeError, "layer_norm_eps must be a number, got None"),
         ({"gamma_init": float("nan")}, ValueError, "gamma_init must be positive and finite, got nan"),
         ({"gamma_init": True}, TypeError, "gamma_init must be a number, got True"),
-        ({"kdim": 0}, ValueError, "kdim must be a positive integer, got 0"),
-        ({"vdim": 0}, ValueError, "vdim must be a positive integer, got 0"),
-        ({"vdim": 8.0}, TypeError, "vdim must be a positive integer, got 8.0"),
-        ({"embed_dim": 32.0}, TypeError, "embed_dim must be a positive integer, got 32.0"),
-        ({"embed_dim": "32"}, TypeError, "embed_dim must be a positive integer, got '32'"),
-        ({"embed_dim": None}, TypeError, "embed_dim must be a positive integer, got None"),
-        ({"embed_dim": 0}, ValueError, "embed_dim must be a positive integer, got 0"),
-        ({"num_heads": 0}, ValueError, "num_heads must be a positive integer, got 0"),
-        ({"num_heads": True}, ValueError, "num_heads must be a positive integer, got True"),
-        ({"num_kv_heads": -1}, ValueError, "num_kv_heads must be a positive integer, got -1"),
+        ({"kdim": 0}, ValueError, "kdim must be an integer, at least 1, got 0"),
+        ({"vdim": 0}, ValueError, "vdim must be an integer, at least 1, got 0"),
+        ({"vdim": 8.0}, TypeError, "vdim must be an integer, at least 1, got 8.0"),
+        ({"embed_dim": 32.0}, TypeError, "embed_dim must be an integer, at least 1, got 32.0"),
+        ({"embed_dim": "32"}, TypeError, "embed_dim must be an integer, at least 1, got '32'"),
+        ({"embed_dim": None}, TypeError, "embed_dim must be an integer, at least 1, got None"),
+        ({"embed_dim": 0}, ValueError, "embed_dim must be an integer, at least 1, got 0"),
+        ({"num_heads": 0}, ValueError, "num_heads must be an integer, at least 1, got 0"),
+        ({"num_heads": True}, TypeError, "num_heads must be an integer, at least 1, got True"),
+        ({"num_kv_heads": -1}, ValueError, "num_kv_heads must be an integer, at least 1, got -1"),
         ({"group": "x"}, TypeError, "group must be .* got 'x'"),
         ({"group": 1}, TypeError, "group must be .* got 1"),
         ({"group": [0, 1]}, TypeError, r"group must be .* got \[0, 1\]"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from math import prod
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from dilated_attention_pytorch.lengths import Lengths
 from dilated_attention_pytorch.nn.attention import Attention, ModuleOptions, default_to_all_ranks
 from dilated_attention_pytorch.nn.masks import is_causal_mask, lengths_of_mask
 from dilated_attention_pytorch.nn.nested import is_nested, nested_like, packed_rows
-from dilated_attention_pytorch.nn.projections import HeadProjections
+from dilated_attention_pytorch.nn.projections import HeadOptions, HeadProjections
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -46,8 +47,6 @@ class ProjectionOptions(ModuleOptions, total=False):
     batch_first: bool
     kdim: int | None
     vdim: int | None
-    device: torch.device | str | None
-    dtype: torch.dtype | None
 
 
 class ProjectedAttention(HeadProjections):
@@ -80,25 +79,21 @@ class ProjectedAttention(HeadProjections):
 
     def __init__(
         self, pattern: Dilated | BlockSparse | DistributedSparseConfig, embed_dim: int, num_heads: int, *,
-        num_kv_heads: int | None = None, bias: bool = True, layer_norm: bool = False, layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0, batch_first: bool = True, kdim: int | None = None, vdim: int | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None, **options: Unpack[ModuleOptions],
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, **options: Unpack[ProjectionOptions],
     ) -> None:  # fmt: skip
-        unknown = ", ".join(sorted(set(options) - set(ModuleOptions.__annotations__)))
+        given: dict[str, Any] = {**options}
+        of_heads = {field.name: given.pop(field.name) for field in fields(HeadOptions) if field.name in given}
+        unknown = ", ".join(sorted(set(given) - set(ModuleOptions.__annotations__)))
         if unknown:
-            hint = "; dropout is called dropout_p" if "dropout" in options else ""
+            hint = "; dropout is called dropout_p" if "dropout" in given else ""
             name = type(self).__name__
             raise TypeError(
                 f"{name} got an unexpected keyword argument {unknown!r}{hint}; its docstring has those it takes"
             )
-        super().__init__(
-            embed_dim, num_heads, num_kv_heads=num_kv_heads, bias=bias, layer_norm=layer_norm,
-            layer_norm_eps=layer_norm_eps, gamma_init=gamma_init, batch_first=batch_first, kdim=kdim, vdim=vdim,
-            device=device, dtype=dtype,
-        )  # fmt: skip
+        super().__init__(embed_dim, num_heads, HeadOptions(**of_heads), device, dtype)
         if isinstance(pattern, Dilated):
             pattern.check_key_heads(self.num_kv_heads)
-        self.attention = Attention(pattern, **options)
+        self.attention = Attention(pattern, **given)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
@@ -196,7 +191,7 @@ class ProjectedAttention(HeadProjections):
         if need_weights:
             self._check_weights("need_weights=True", self._order_of_call(options))
             if options["cu_seqlens"] is not None:
-                raise ValueError("need_weights=True needs one sequence per sample; use attention_map for each document")
+                raise ValueError("need_weights=True needs one sequence per sample; call once for each sequence")
         if attn_mask is not None:
             self._check_one_device("attn_mask")
             sizes = (q.shape[0] * self.num_heads, q.shape[1], k.shape[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+from dataclasses import dataclass
 from math import inf
 from numbers import Real
 from typing import Any
@@ -12,7 +12,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from dilated_attention_pytorch.integers import as_integer
+
 SEPARATE = ("q_proj", "k_proj", "v_proj")  # linear layers, in the order of the rows of ``in_proj_weight``
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """The options of the projections. ``ProjectedAttention`` documents them."""
+
+    num_kv_heads: int | None = None
+    bias: bool = True
+    layer_norm: bool = False
+    layer_norm_eps: float = 1e-5
+    gamma_init: float = 1.0
+    batch_first: bool = True
+    kdim: int | None = None
+    vdim: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("bias", "layer_norm", "batch_first"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("layer_norm_eps", "gamma_init"):
+            number: Any = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, Real):
+                raise TypeError(f"{name} must be a number, got {number!r}; leave it out for the default")
+            if not 0 < float(number) < inf:
+                raise ValueError(f"{name} must be positive and finite, got {number}; leave it out for the default")
 
 
 class HeadProjections(nn.Module):
@@ -23,7 +50,6 @@ class HeadProjections(nn.Module):
     heads than query heads, keys and values have ``num_kv_heads * head_dim`` rows each.
 
     The constructor and ``reset_parameters`` draw the values of ``nn.MultiheadAttention`` from the generator.
-    ``ProjectedAttention`` documents the arguments.
 
     ``load_state_dict`` takes the state of ``nn.MultiheadAttention``. It also takes the state of three linear layers
     ``q_proj``, ``k_proj`` and ``v_proj``, which the paper authors' checkpoints have.
@@ -36,29 +62,24 @@ class HeadProjections(nn.Module):
     v_proj_weight: nn.Parameter | None
 
     def __init__(
-        self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None, bias: bool, layer_norm: bool,
-        layer_norm_eps: float, gamma_init: float, batch_first: bool, kdim: int | None, vdim: int | None,
-        device: torch.device | str | None, dtype: torch.dtype | None,
+        self, embed_dim: int, num_heads: int, head_options: HeadOptions, device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        for name, flag in (("bias", bias), ("layer_norm", layer_norm), ("batch_first", batch_first)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, got {flag!r}")
-        numbers: dict[str, Any] = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init}
-        for name, number in numbers.items():
-            if isinstance(number, bool) or not isinstance(number, Real):
-                raise TypeError(f"{name} must be a number, got {number!r}; leave it out for the default")
-            if not 0 < float(number) < inf:
-                raise ValueError(f"{name} must be positive and finite, got {number}; leave it out for the default")
-        self.embed_dim, self.num_heads = _size("embed_dim", embed_dim), _size("num_heads", num_heads)
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"the weights must have a floating-point dtype, got {dtype}")
+        bias, num_kv_heads = head_options.bias, head_options.num_kv_heads
+        kdim, vdim = head_options.kdim, head_options.vdim
+        self.embed_dim, self.num_heads = as_integer("embed_dim", embed_dim, 1), as_integer("num_heads", num_heads, 1)
         if self.embed_dim % self.num_heads:
             raise ValueError(f"embed_dim must be a positive multiple of num_heads, got {embed_dim=}, {num_heads=}")
-        self.num_kv_heads = self.num_heads if num_kv_heads is None else _size("num_kv_heads", num_kv_heads)
+        self.num_kv_heads = self.num_heads if num_kv_heads is None else as_integer("num_kv_heads", num_kv_heads, 1)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads=}, {num_kv_heads=}")
-        self.kdim = self.embed_dim if kdim is None else _size("kdim", kdim)
-        self.vdim = self.embed_dim if vdim is None else _size("vdim", vdim)
-        self.head_dim, self.batch_first, self.gamma_init = self.embed_dim // self.num_heads, batch_first, float(gamma_init)
+        self.kdim = self.embed_dim if kdim is None else as_integer("kdim", kdim, 1)
+        self.vdim = self.embed_dim if vdim is None else as_integer("vdim", vdim, 1)
+        self.head_dim, self.batch_first = self.embed_dim // self.num_heads, head_options.batch_first
+        self.gamma_init = float(head_options.gamma_init)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         columns = {"q_proj_weight": self.embed_dim, "k_proj_weight": self.kdim, "v_proj_weight": self.vdim}
         packed = self.kdim == self.embed_dim and self.vdim == self.embed_dim
@@ -69,7 +90,9 @@ class HeadProjections(nn.Module):
         self.register_parameter("in_proj_bias", nn.Parameter(torch.empty(shape[0], **options)) if bias else None)
         # Its class is that of ``nn.MultiheadAttention``. It draws its values before the other projections draw theirs.
         self.out_proj = NonDynamicallyQuantizableLinear(self.embed_dim, self.embed_dim, bias=bias, **options)
-        self.inner_attn_ln = nn.LayerNorm(self.embed_dim, eps=float(layer_norm_eps), **options) if layer_norm else None
+        self.inner_attn_ln = None
+        if head_options.layer_norm:
+            self.inner_attn_ln = nn.LayerNorm(self.embed_dim, eps=float(head_options.layer_norm_eps), **options)
         self._reset_input_projections()
 
     @property
@@ -212,17 +235,6 @@ class HeadProjections(nn.Module):
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
         other = "" if self.in_proj_weight is not None else f", kdim={self.kdim}, vdim={self.vdim}"
         return f"{sizes}{other}, bias={self.in_proj_bias is not None}, batch_first={self.batch_first}"
-
-
-def _size(name: str, value: Any) -> int:
-    """The value as a Python integer; raise if it is not a positive integer."""
-    try:
-        size = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a positive integer, got {value!r}") from None
-    if size < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return size
 
 
 def _linear_dtype(x: Tensor) -> torch.dtype:

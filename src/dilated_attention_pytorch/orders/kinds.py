@@ -5,19 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.integers import as_integer
 from dilated_attention_pytorch.lengths import Lengths, host_lengths, index_tensor
 from dilated_attention_pytorch.measure import device_memory
 from dilated_attention_pytorch.orders import hilbert
 from dilated_attention_pytorch.orders.hilbert import Device
 from dilated_attention_pytorch.orders.order import Order
-
-
-def _check_sizes(least: int = 0, **sizes: int) -> None:
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def _on(device: Device) -> Tensor:
@@ -41,7 +34,7 @@ class Identity(Order):
     """The order that moves no position."""
 
     def __init__(self, n: int, *, device: Device = None) -> None:
-        _check_sizes(n=n)
+        n = as_integer("n", n, 0)
         _check_fits(n, device, f"Identity({n})")
         super().__init__(_positions=torch.arange(n, device=device), _description=f"Identity({n})")
 
@@ -54,8 +47,7 @@ class ZigZag(Order):
     """
 
     def __init__(self, n: int, world_size: int, *, device: Device = None) -> None:
-        _check_sizes(n=n)
-        _check_sizes(least=1, world_size=world_size)
+        n, world_size = as_integer("n", n, 0), as_integer("world_size", world_size, 1)
         _check_fits(n, device, f"ZigZag({n}, {world_size})")
         start, stop, ranges = 0, n, []
         for length in (n // world_size + (rank < n % world_size) for rank in range(world_size)):
@@ -73,8 +65,7 @@ class Striped(Order):
     """
 
     def __init__(self, n: int, world_size: int, *, device: Device = None) -> None:
-        _check_sizes(n=n)
-        _check_sizes(least=1, world_size=world_size)
+        n, world_size = as_integer("n", n, 0), as_integer("world_size", world_size, 1)
         _check_fits(n, device, f"Striped({n}, {world_size})")
         stripes = [torch.arange(min(rank, n), n, world_size, device=device) for rank in range(world_size)]
         super().__init__(_positions=torch.cat(stripes), _description=f"Striped({n}, {world_size})")
@@ -98,8 +89,9 @@ class Hilbert(Order):
                 f"a grid is (height, width) or (depth, height, width), got {len(shape)} sizes: {shape}; a tuple of them is "
                 "passed as Hilbert.grid(*shape)"
             )
-        for name, size in zip(("depth", "height", "width")[-len(shape) :], shape, strict=True):
-            _check_sizes(**{name: size})
+        names = ("depth", "height", "width")[-len(shape) :]
+        shape = tuple(as_integer(name, size, 0) for name, size in zip(names, shape, strict=True))
+        for name, size in zip(names, shape, strict=True):
             if size > hilbert.LONGEST_SIDE:
                 raise ValueError(f"{name} must be at most 2**31, got {size}; Hilbert.line(n) orders a sequence")
         if not torch.compiler.is_compiling():
@@ -109,7 +101,7 @@ class Hilbert(Order):
     @staticmethod
     def line(n: int, *, device: Device = None) -> Hilbert:
         """The sequence is written row by row into the smallest square that holds it, and read along the curve."""
-        _check_sizes(n=n)
+        n = as_integer("n", n, 0)
         _check_fits(n, device, f"Hilbert.line({n})")
         return Hilbert(_positions=hilbert.line_of(_on(device), n), _description=f"Hilbert.line({n})")
 
@@ -120,8 +112,7 @@ class Hilbert(Order):
         >>> Hilbert.segments(6, 4).positions
         tensor([0, 1, 3, 2, 4, 5])
         """
-        _check_sizes(n=n)
-        _check_sizes(least=1, length=length)
+        n, length = as_integer("n", n, 0), as_integer("length", length, 1)
         _check_fits(n, device, f"Hilbert.segments({n}, {length})")
         whole, on = n // length, _on(device)
         positions = whole * length + hilbert.line_of(on, n - whole * length)
@@ -149,6 +140,11 @@ class Hilbert(Order):
         tensor([[0, 2, 1],
                 [1, 0, 2]])
         """
+        if isinstance(coords, Tensor) and (coords.is_nested or coords.layout != torch.strided):
+            raise TypeError(
+                "coordinates must be a dense tensor; of a nested one, each sequence has its own order: "
+                "Order.packed([Hilbert.coordinates(x) for x in coords.unbind()])"
+            )
         keep = isinstance(coords, Tensor) and device is None
         points = (coords if keep else torch.as_tensor(coords, device=device)).detach()
         if points.dim() not in (2, 3) or points.shape[-1] not in (2, 3):

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.integers import as_integer
 from dilated_attention_pytorch.lengths import Lengths, host_cu_seqlens, host_lengths, index_tensor
 from dilated_attention_pytorch.orders.hilbert import Device
 
@@ -65,8 +66,9 @@ def check_dim(x: Tensor, dim: int) -> None:
     """Raise if this is not a tensor with this dimension."""
     if not isinstance(x, Tensor):
         raise TypeError(f"the sequence must be a torch.Tensor, got {type(x).__name__}")
-    if not isinstance(dim, int):
-        raise TypeError(f"dim must be an integer, the dimension of the sequence, got {dim!r}")
+    if x.is_nested:
+        raise TypeError("an order moves rows of dense tensors; pass a nested tensor and the order to attention")
+    dim = as_integer("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be one of the {x.dim()} dimensions of a tensor of shape {tuple(x.shape)}, got {dim}")
 
@@ -126,6 +128,8 @@ class Order:
             given = p if isinstance(p, Tensor) and device is None else torch.as_tensor(p, device=device)
         except (TypeError, ValueError, RuntimeError):  # as PyTorch refuses None, strings and ragged lists
             raise TypeError(f"a permutation is a tensor or a list of integers, got {p!r}") from None
+        if given.is_meta:
+            raise ValueError("a permutation must have values, got one on the meta device; pass device='cpu'")
         if given.numel() == 0:
             given = given.to(torch.int64)
         if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
