@@ -3,6 +3,8 @@ the group's timeout, and a new group works in the same processes."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +21,8 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, local_device, shard_sequence
 from dilated_attention_pytorch.distributed.agreement import Arguments, differences
-from dilated_attention_pytorch.distributed.wire import Wire, failure
+from dilated_attention_pytorch.distributed.watch import GroupError, Watch, watch_of
+from dilated_attention_pytorch.distributed.wire import Wire
 from rank_faults import LONG_S, TIMEOUT_S, WORLD, die, stall
 from ring_cases import sharded
 
@@ -203,21 +206,19 @@ def test_known_shards(on_ranks):
 
 
 def check_stalled_gathering(group, backward: bool) -> None:
-    rank = dist.get_rank()
+    rank, plain = dist.get_rank(), Watch.begin
     x = torch.randn(1, 4, 2, requires_grad=backward)
-    name = "all_reduce" if backward else "all_gather"
-    plain, count = getattr(dist, name), []
 
-    def late(*args, **options):
-        count.append(1)
-        if rank == 2 and len(count) == (1 if backward else 2):  # the first one of a forward compares
+    def late(self, label, *args):
+        if rank == 2 and label == ("the backward of gather_sequence" if backward else "gather_sequence"):
             stall()
-        return plain(*args, **options)
+        return plain(self, label, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, name, late)
+        patch.setattr(Watch, "begin", late)
         task = "add up the gradients of all" if backward else "gather the rows of the others"
-        with pytest.raises(RuntimeError, match=rf"^rank {rank} could not {task}: .*the call can be repeated"):
+        blamed = "rank 2 did not come within the timeout of the group"  # rank 2 also learns that the others gave up
+        with pytest.raises(GroupError, match=rf"^rank {rank} could not {task}: {blamed}.*the call can be repeated"):
             gather_sequence(x, dist.group.WORLD).sum().backward()
 
 
@@ -232,8 +233,8 @@ def check_never_there(group, act) -> None:
     rank, local = dist.get_rank(), [shard_sequence(x, group) for x in whole()]
     if rank == 2:
         act()
-    others = "" if rank == 2 else "; rank 2 did not come"
-    with pytest.raises(RuntimeError, match=rf"^rank {rank} could not compare its arguments with the others{others}: "):
+    others = "" if rank == 2 else "rank 2 did not come"
+    with pytest.raises(GroupError, match=rf"^rank {rank} could not compare its arguments with the others: {others}"):
         attention(*local, PATTERN, group=group)
 
 
@@ -266,8 +267,10 @@ def check_failure(group, act, message: str) -> None:
                 return plain(*args)
 
             patch.setattr(Wire, "start", start)
-        with pytest.raises(RuntimeError, match=message) as raised:
+        with pytest.raises(GroupError, match=message) as raised:
             attention(*local, PATTERN, group=Sharding(group, bucket_size=1, transport="ring"))
+        if dist.get_rank() != 2:
+            assert re.search(r": rank 2 (did not come|has ended)", str(raised.value)), raised.value
         assert raised.value.__cause__ is not None
         assert "the call can be repeated" in str(raised.value)
     dist.destroy_process_group()  # as the error asks; a rank that waits for this one notices it
@@ -316,9 +319,15 @@ def test_differences_are_short():
     assert 0 <= one.hash < 2**63
 
 
-def test_two_ranks_on_one_gpu():
-    error = failure("rank 1 could not compare", RuntimeError("NCCL error ... Duplicate GPU detected : rank 1 and rank 0"))
-    assert "init_process_group('gloo'), which sends through host memory" in str(error)
+def check_duplicate_gpu(group) -> None:
+    nccl = RuntimeError("NCCL error ... Duplicate GPU detected : rank 1 and rank 0")
+    advice = r"init_process_group\('gloo'\), which sends through host memory .*\(rank 0 could not compare\)"
+    with pytest.raises(GroupError, match=advice), watch_of(group).waiting("compare"):
+        raise nccl
+
+
+def test_two_ranks_on_one_gpu(on_ranks):
+    on_ranks(1, check_duplicate_gpu)
 
 
 def test_more_ranks_than_gpus(monkeypatch):

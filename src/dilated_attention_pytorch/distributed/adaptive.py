@@ -19,7 +19,7 @@ from torch import Tensor
 from dilated_attention_pytorch.distributed.messages import Message
 from dilated_attention_pytorch.distributed.rank_plans import ChunkLists, ListedShards, read_by, sharing
 from dilated_attention_pytorch.distributed.schedules import BlockSchedule, Ranges, blocks_of, joined, overlap
-from dilated_attention_pytorch.distributed.wire import Parcel, Wire, naming
+from dilated_attention_pytorch.distributed.wire import Parcel, Wire
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.patterns.lists import BlockLists
 from dilated_attention_pytorch.plan.adaptive import add_to_blocks_, best_blocks
@@ -82,7 +82,7 @@ def _means(problem: Problem, shards: Shards, inputs: Inputs, wire: Wire) -> Iter
                     add_to_blocks_(x_sums, x[span.samples, rows].detach(), chunk.start, size)
     if len(wire.global_ranks) > 1:
         total = flat.cpu() if wire.staged else flat
-        with naming("add up the means of blocks with the others", wire.group):
+        with wire.watch.waiting("add up the means of blocks with the others"):
             dist.all_reduce(total, group=wire.group)
         flat.copy_(total)  # the same tensor, unless it went through the host
     for span, own in zip(spans, sums, strict=True):

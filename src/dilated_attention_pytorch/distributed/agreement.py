@@ -7,13 +7,10 @@ its arguments, do the ranks exchange the arguments themselves, and every rank ra
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from threading import Thread
+from dataclasses import dataclass, field, fields
+from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +20,8 @@ from torch import Tensor
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch.call import Call, Sharding
-from dilated_attention_pytorch.distributed.wire import backend_for, failure, resolve_group
+from dilated_attention_pytorch.distributed.groups import backend_for, resolve_group
+from dilated_attention_pytorch.distributed.watch import GroupError, named, refusal, watch_of
 from dilated_attention_pytorch.orders.kinds import Identity
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
@@ -33,9 +31,6 @@ from dilated_attention_pytorch.values import Inputs
 
 # Hashes that the ranks of a group have agreed on; read only where all ranks know the rows of all.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
-# The number of comparisons among the ranks of a group, which is the same on all of them.
-_comparisons: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-_SETTLE_S = 2.0  # time for the other ranks to notice that a comparison has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +39,15 @@ class Arguments:
 
     function: str
     values: tuple[tuple[str, Any], ...]  # by name
+    hash: int = field(init=False, repr=False)  # 63 bits, the same in every process
 
-    @property
-    def hash(self) -> int:
-        """63 bits, the same in every process."""
-        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 1
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256(repr(self).encode()).digest()
+        object.__setattr__(self, "hash", int.from_bytes(digest[:8], "big") >> 1)
+
+    def texts(self) -> dict[str, str]:
+        """The values by name, shortened, for messages."""
+        return {name: _short(repr(value)) for name, value in self.values}
 
 
 def arguments_of(call: Call, inputs: Inputs) -> Arguments:
@@ -85,7 +84,7 @@ def agree(group: dist.ProcessGroup, arguments: Arguments, rows: int, seed: int =
     everyone = _gather(group, [rows, seed, arguments.hash])
     if any(other[2] != everyone[0][2] or other[0] < 0 for other in everyone):
         objects = _gather_objects(group, arguments)
-        refusals = [f"rank {rank} refused its arguments: {x}" for rank, x in enumerate(objects) if isinstance(x, str)]
+        refusals = [x for x in objects if isinstance(x, str)]
         raise ValueError("; ".join(refusals) or differences(objects))
     return [other[0] for other in everyone], everyone[0][1]
 
@@ -112,23 +111,30 @@ def shards_of_call(sharding: Sharding, rows: int) -> Shards:
 def refuse(sharding: Sharding, mistake: Exception) -> None:
     """Report to the other ranks that this rank is about to raise, so that they do not wait for it.
 
-    Not if the layout gives all lengths: the other ranks may not compare their arguments then.
+    If the layout gives all lengths, the other ranks may not compare their arguments. They learn it while they wait.
     """
     group = resolve_group(sharding.group)
-    if dist.get_world_size(group) > 1 and not isinstance(sharding.layout, Shards):
+    if dist.get_world_size(group) == 1:
+        return
+    if isinstance(sharding.layout, Shards):
+        watch_of(group).refuse(mistake)
+    else:
         _gather(group, [-1, 0, 0])
-        _gather_objects(group, str(mistake))
+        _gather_objects(group, refusal(dist.get_rank(group), mistake))
 
 
-@contextlib.contextmanager
-def reporting(sharding: Sharding) -> Iterator[None]:
-    """Report a mistake of this rank to the other ranks, which raise as well. Without a group there are none."""
-    try:
-        yield
-    except (ValueError, TypeError, NotImplementedError) as mistake:
-        if sharding.group is not None:
-            refuse(sharding, mistake)
-        raise
+class reporting:  # noqa: N801  a context, named like a function
+    """Report an exception of this rank to the other ranks, which raise as well. Without a group there are none."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, GroupError) and self._sharding.group is not None:
+            refuse(self._sharding, error)
 
 
 def _gather(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
@@ -136,45 +142,17 @@ def _gather(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
     device = "cpu" if backend_for("cpu", group) else dist.get_backend_config(group).split(":")[0]
     own = torch.tensor(numbers, device=device)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    _comparisons[group] = _comparisons.get(group, 0) + 1
-    try:
+    watch = watch_of(group)
+    with watch.turn("a comparison"), watch.waiting("compare its arguments with the others"):
         dist.all_gather(every, own, group=group)
-    except RuntimeError as error:
-        what = f"rank {dist.get_rank(group)} could not compare its arguments with the others"
-        absent = _absent(group)
-        raise failure(f"{what}; {_named(absent)} did not come" if absent else what, error) from error
     return torch.stack(every).tolist()
-
-
-def _absent(group: dist.ProcessGroup) -> list[int]:
-    """The ranks that did not come to a failed comparison, as far as known: a collective does not name them.
-
-    Ranks that fail write so into the store of the group. A thread looks there, and is not waited for: the process that
-    holds the store may have died or stalled.
-    """
-    absent: list[int] = []
-
-    def look() -> None:
-        names = [f"comparison {_comparisons[group]} of rank {rank}" for rank in range(dist.get_world_size(group))]
-        stop = time.monotonic() + _SETTLE_S
-        with contextlib.suppress(RuntimeError):  # the process with the store is gone: what is known so far stays
-            store = group.get_group_store()
-            store.set(names[dist.get_rank(group)], "failed")
-            while time.monotonic() < stop:
-                time.sleep(0.1)
-                absent[:] = [rank for rank, name in enumerate(names) if not store.check([name])]
-                if not absent:
-                    return
-
-    thread = Thread(target=look, daemon=True)
-    thread.start()
-    thread.join(_SETTLE_S + 1.0)
-    return absent
 
 
 def _gather_objects(group: dist.ProcessGroup, own: Arguments | str) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
+    watch = watch_of(group)
+    with watch.turn("the exchange of arguments"), watch.waiting("send its arguments to the others"):
+        dist.all_gather_object(everyone, own, group=group)
     return everyone
 
 
@@ -199,13 +177,8 @@ def _by_value(values: list[str]) -> dict[str, list[int]]:
 
 
 def _listed(ranks_by_value: dict[str, list[int]]) -> str:
-    return ", ".join(f"{value} on {_named(ranks)}" for value, ranks in ranks_by_value.items())
+    return ", ".join(f"{value} on {named(ranks)}" for value, ranks in ranks_by_value.items())
 
 
 def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:160]} ... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
-
-
-def _named(ranks: list[int]) -> str:
-    few = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {few}" if len(ranks) == 1 else f"ranks {few}"

@@ -116,6 +116,13 @@ class Exchange:
             wait()
             yield tick, message
 
+    def drain(self) -> None:
+        """Send and receive the remaining keys and values, so that no message of a forward stays under way."""
+        while self._under_way:
+            wait = self._under_way.pop(0)
+            self._post()
+            wait()
+
     def send_home(self, tick: int, grads: Inputs) -> None:
         """Send the gradients of a tick's message, and add those that have returned for earlier messages."""
         self._computed.append((tick, self._wire.now()))
@@ -148,7 +155,7 @@ def _own_keys(plan: RankPlan, inputs: Inputs) -> Iterator[StepKeys]:
     return ((step, inputs.key[step.keys], inputs.value[step.keys]) for step in plan.own)
 
 
-def forward(call: RankCall, plan: RankPlan, inputs: Inputs) -> tuple[Sums, Exchange]:
+def forward(call: RankCall, plan: RankPlan, inputs: Inputs, exchange: Exchange) -> Sums:
     """The results of this rank's rows; the scale of the call is positive."""
     sums, how = Sums.like(inputs.query), call.stock(inputs.query)
 
@@ -158,7 +165,6 @@ def forward(call: RankCall, plan: RankPlan, inputs: Inputs) -> tuple[Sums, Excha
             own = Sums(sums.out[at], sums.lse_bnh[at])
             loop.attend_(step.tiles(call.options), Inputs(inputs.query[at], key, value), own, how)
 
-    exchange = Exchange(call, plan, inputs, gradients=False)
     if call.fused is not None:
         call.fused.attend_(inputs, sums, call.options.scale)
     else:
@@ -166,7 +172,7 @@ def forward(call: RankCall, plan: RankPlan, inputs: Inputs) -> tuple[Sums, Excha
     for _, message in exchange.received():
         if message is not None:
             attend_(message.steps(exchange.incoming.flat(message), inputs.key.shape[-1]))
-    return sums, exchange
+    return sums
 
 
 def add_gradients_(call: RankCall, plan: RankPlan, inputs: Inputs, rows: RowGradients, grads: Inputs) -> None:
@@ -198,10 +204,12 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: RankCall) -> tuple[Tensor, Tensor]:
         """``out`` and ``lse (B, H, n)``."""
-        positive, scale, _ = positive_scale(query, call.options.scale)
-        scaled = replace(call, options=replace(call.options, scale=scale))
-        # The exchange, whose buffers are not needed any more, is not kept.
-        out, lse = forward(scaled, call.plan, Inputs(positive, key, value))[0].results(query.dtype)
+        with call.wire.turn("forward") as turn:
+            positive, scale, _ = positive_scale(query, call.options.scale)
+            scaled, inputs = replace(call, options=replace(call.options, scale=scale)), Inputs(positive, key, value)
+            exchange = Exchange(scaled, call.plan, inputs, gradients=False)
+            with turn.completed_by(exchange.drain):
+                out, lse = forward(scaled, call.plan, inputs, exchange).results(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -220,25 +228,31 @@ class _Gradients(torch.autograd.Function):
     def forward(
         ctx: Any, call: RankCall, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        query, key, value, out, lse = saved
-        positive, scale, sign = positive_scale(query, call.options.scale)
-        call = replace(call, options=replace(call.options, scale=scale))
-        inputs = Inputs(positive, key, value)
-        grads = Inputs(*(torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in inputs))
-        # Every rank takes part, also one whose result is not used.
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        rows = RowGradients.of(Saved(out, lse, dout, dlse))
-        for plan in call.branches or (call.plan,):
-            if call.branches:
-                # With constant mixing weights, delta comes from the branch's own output, which is computed again.
-                rows = rows._replace(out=forward(call, plan, inputs)[0].out.to(out.dtype))
-            add_gradients_(call, plan, inputs, rows, grads)
-        if sign != 1.0:
-            grads.query.mul_(sign)
-        return tuple(grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
+        with call.wire.turn("backward"):
+            return _gradients(call, dout, dlse, *saved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
             "second derivatives of a sharded call are not supported; one device with backend='reference' has them"
         )
+
+
+def _gradients(call: RankCall, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor) -> tuple[Tensor, ...]:
+    query, key, value, out, lse = saved
+    positive, scale, sign = positive_scale(query, call.options.scale)
+    call = replace(call, options=replace(call.options, scale=scale))
+    inputs = Inputs(positive, key, value)
+    grads = Inputs(*(torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in inputs))
+    # Every rank takes part, also one whose result is not used.
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    rows = RowGradients.of(Saved(out, lse, dout, dlse))
+    for plan in call.branches or (call.plan,):
+        if call.branches:
+            # With constant mixing weights, delta comes from the branch's own output, which is computed again.
+            exchange = Exchange(call, plan, inputs, gradients=False)
+            rows = rows._replace(out=forward(call, plan, inputs, exchange).out.to(out.dtype))
+        add_gradients_(call, plan, inputs, rows, grads)
+    if sign != 1.0:
+        grads.query.mul_(sign)
+    return tuple(grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))

@@ -64,7 +64,8 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, to_heads: bool, wire: Wire, shards: Shards, key_heads: int, *tensors: Tensor) -> Any:
         ctx.to_heads, ctx.constants = to_heads, (wire, shards, key_heads)
-        return _swap(to_heads, wire, shards, key_heads, tensors)
+        with wire.turn("exchange of rows for heads" if to_heads else "exchange of heads for rows"):
+            return _swap(to_heads, wire, shards, key_heads, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

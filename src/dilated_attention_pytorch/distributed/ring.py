@@ -12,9 +12,10 @@ from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import Call, CallOptions, Sharding, check_no_forward_derivative, make_call
 from dilated_attention_pytorch.distributed.adaptive import adaptive_sequences
-from dilated_attention_pytorch.distributed.agreement import agree, agree_once, arguments_of, reporting
+from dilated_attention_pytorch.distributed.agreement import Arguments, agree, agree_once, arguments_of, reporting
 from dilated_attention_pytorch.distributed.cost import choose_transport, costs_of
 from dilated_attention_pytorch.distributed.executor import RankCall, RingAttention
+from dilated_attention_pytorch.distributed.groups import resolve_group
 from dilated_attention_pytorch.distributed.heads import exchange_heads, why_not_heads
 from dilated_attention_pytorch.distributed.messages import RankPlan
 from dilated_attention_pytorch.distributed.own_rows import (
@@ -28,7 +29,7 @@ from dilated_attention_pytorch.distributed.own_rows import (
 )
 from dilated_attention_pytorch.distributed.rank_plans import block_plan, dilated_plan, static_block_plan
 from dilated_attention_pytorch.distributed.schedules import default_bucket_size
-from dilated_attention_pytorch.distributed.wire import Wire, resolve_group
+from dilated_attention_pytorch.distributed.wire import Wire
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -54,8 +55,9 @@ def sharded_attention(
         kernel = backends.stock_kernel(stock_backend(call.backend, request), request)
         fused = fused_backend(call, request)
         wire = Wire(group, call.device)
-    inputs = inputs.rows_contiguous()
-    shards, seed = _agree(call, inputs, group)
+        inputs = inputs.rows_contiguous()
+        arguments, seed = arguments_of(call, inputs), _own_seed(call)
+    shards, seed = _agree(call, arguments, seed, wire)
     # From here on, every rank takes the same decisions.
     _check_order(call, shards)
     problem = whole_problem(call, shards.length)
@@ -93,22 +95,26 @@ def _check_rows(call: Call, group: dist.ProcessGroup) -> None:
         raise ValueError(f"layout gives rank {rank} a shard of {own} rows, its tensors have {n}{whole}")
 
 
-def _agree(call: Call, inputs: Inputs, group: dist.ProcessGroup) -> tuple[Shards, int]:
+def _own_seed(call: Call) -> int:
+    """The seed of dropout that the user gave, or a new one, which the ranks take from their first rank."""
+    if call.dropout_p == 0.0:
+        return 0
+    if call.seed is not None:
+        return int(call.seed)
+    return int(torch.randint(0, 2**62, (), dtype=torch.int64, device=call.device))
+
+
+def _agree(call: Call, arguments: Arguments, seed: int, wire: Wire) -> tuple[Shards, int]:
     """The shards of all ranks and their common seed of dropout, after they have compared all other arguments."""
-    layout, rows, seed = sharding_of(call).layout, call.queries, 0
+    layout, rows, every = sharding_of(call).layout, call.queries, [call.queries]
     draws = call.dropout_p > 0.0 and call.seed is None
-    if draws:
-        seed = int(torch.randint(0, 2**62, (), dtype=torch.int64, device=call.device))
-    elif call.dropout_p > 0.0 and call.seed is not None:
-        seed = int(call.seed)
-    every = [rows]
-    if dist.get_world_size(group) > 1:
-        arguments = arguments_of(call, inputs)
+    if len(wire.global_ranks) > 1:
         if isinstance(layout, Shards) and not draws:
-            agree_once(group, arguments, rows)
-            return layout, seed
-        every, first = agree(group, arguments, rows, seed if draws else 0)
-        seed = first if draws else seed
+            agree_once(wire.group, arguments, rows)
+        else:
+            every, first = agree(wire.group, arguments, rows, seed if draws else 0)
+            seed = first if draws else seed
+        wire.begin_call(arguments)
     if isinstance(layout, Shards):
         return layout, seed
     _check_sharded(call, every)
@@ -152,7 +158,8 @@ def _is_adaptive(call: Call) -> bool:
 def _plan(call: Call, problem: Problem, shards: Shards, inputs: Inputs, wire: Wire) -> RankPlan:
     if not _is_adaptive(call):
         return make_plan(call, problem, shards, wire.rank, call.device)
-    sequences = adaptive_sequences(problem, shards, inputs, call.scale, wire)
+    with wire.turn("choice of blocks"):
+        sequences = adaptive_sequences(problem, shards, inputs, call.scale, wire)
     return block_plan(sequences, problem, wire.rank, shards.world_size, call.device)
 
 

@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.checks import check_is_order
 from dilated_attention_pytorch.distributed.agreement import Arguments, agree, comparable, reporting
+from dilated_attention_pytorch.distributed.groups import Group, resolve_group
 from dilated_attention_pytorch.distributed.rank_plans import positions_of
-from dilated_attention_pytorch.distributed.wire import Group, naming, resolve_group
+from dilated_attention_pytorch.distributed.watch import watch_of
 from dilated_attention_pytorch.orders.order import Order, check_dim
 from dilated_attention_pytorch.shards import Shards, check_layout
 
@@ -51,20 +52,25 @@ class _Gather(torch.autograd.Function):
         padded = x.new_zeros((shards.longest, *x.movedim(dim, 0).shape[1:]))
         padded[: x.shape[dim]] = x.movedim(dim, 0)
         gathered = [torch.empty_like(padded) for _ in rows]
-        with naming("gather the rows of the others", group):
+        watch = watch_of(group)
+        with watch.turn("gather_sequence"), watch.waiting("gather the rows of the others"):
             dist.all_gather(gathered, padded, group=group)
         whole = x.new_empty((shards.length, *padded.shape[1:]))
         for shard, own in zip(gathered, rows, strict=True):
             whole[own] = shard[: len(own)]
         ctx.rows, ctx.dim, ctx.group = rows[dist.get_rank(group)], dim, group
+        watch.calls += 1
+        ctx.number = watch.calls
         return whole.movedim(0, dim)
 
     @staticmethod
     @once_differentiable  # autograd does not see the sum over ranks
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # The losses of all ranks depend on this rank's rows.
-        total = gradient.contiguous().clone()
-        with naming("add up the gradients of all", ctx.group):
+        total, watch = gradient.contiguous().clone(), watch_of(ctx.group)
+        if watch.world > 1:  # sums have no identity: ranks that run backwards in another order would add up other gradients
+            agree(ctx.group, Arguments("the backward of gather_sequence", (("call", ctx.number),)), 0)
+        with watch.turn("the backward of gather_sequence"), watch.waiting("add up the gradients of all"):
             dist.all_reduce(total, group=ctx.group)
         return total.index_select(ctx.dim, ctx.rows), None, None, None
 

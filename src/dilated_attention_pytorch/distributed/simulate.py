@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +60,10 @@ class SimulatedWire:
     shards: list[Inputs]
     received: int = 0
     lag: int = 0
+
+    def turn(self, direction: str) -> AbstractContextManager[Any]:
+        """There are no other processes that could fail."""
+        return nullcontext()
 
     def now(self) -> None:
         """Nothing runs beside the caller."""
@@ -178,8 +183,13 @@ class _MetaStep(FusedStep):
 def _measured(call: RankCall, inputs: Inputs) -> tuple[Sums, Exchange, int]:
     """The forward of a rank, and the most bytes that it allocated."""
     results: list[tuple[Sums, Exchange]] = []
+
+    def run() -> None:
+        exchange = Exchange(call, call.plan, inputs, gradients=False)
+        results.append((forward(call, call.plan, inputs, exchange), exchange))
+
     with torch.no_grad():
-        peak = peak_extra_bytes(lambda: results.append(forward(call, call.plan, inputs)), inputs.query.device)
+        peak = peak_extra_bytes(run, inputs.query.device)
     return *results.pop(), peak
 
 

@@ -1,86 +1,34 @@
-"""Process groups, the device of a rank, and the wire: messages between the processes of a group.
+"""The wire: messages between the processes of a group.
 
 Tensors are sent from where they are, with one exception. A group that has only gloo for CUDA tensors sends them through
 pinned host memory. The copies have streams of their own, so that they run while tiles are computed.
+
+Messages of gloo have tags that follow from the call, its arguments and the direction. A message of another call never takes
+the place of an expected one, and neither does a message that the user sends. NCCL has no tags. If the group also has gloo,
+ranks first send each other an empty message with the tag, so that both ends of a link are in the same call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from dilated_attention_pytorch.call import check_group
+from dilated_attention_pytorch.distributed.agreement import Arguments
+from dilated_attention_pytorch.distributed.groups import backend_for
 from dilated_attention_pytorch.distributed.messages import Message
+from dilated_attention_pytorch.distributed.watch import TurnContext, watch_of
 
-Group = dist.ProcessGroup | DeviceMesh
-_TOO_FEW_GPUS = (
-    "NCCL wants a GPU for every rank. Start as many ranks as there are GPUs (torchrun --nproc-per-node) and give each "
-    "its own (torch.cuda.set_device(local_device())), or call init_process_group('gloo'), which sends through host memory"
-)
 # Gloo moves bytes by one thread for each interface that GLOO_SOCKET_IFNAME names, and takes the tag of a message modulo
 # their number. A large message is therefore sent with several tags. "lo,lo,lo,lo" names one interface four times.
 LANES = 4
 _SMALL_MESSAGE = 2**20  # bytes; up to this size a message has one tag
-
-
-def resolve_group(group: Group | None) -> dist.ProcessGroup:
-    """The process group over whose ranks a sequence is sharded."""
-    if isinstance(group, DeviceMesh):
-        names = group.mesh_dim_names or ()
-        if group.ndim == 1:
-            return group.get_group()
-        if "cp" in names:
-            return group.get_group("cp")
-        got = f"got {group.ndim} dimensions named {names}; pass mesh['name']"
-        raise ValueError(f"a device mesh must have one dimension or one named 'cp' (context parallel), {got}")
-    check_group(group)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def backend_for(device: str, group: dist.ProcessGroup) -> str | None:
-    """The backend of a group for tensors of a device, ``"nccl"`` for example, or None."""
-    return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",")).get(device)
-
-
-def local_device() -> torch.device:
-    """The device of this rank, started by torchrun: a GPU of its own, or the CPU on a machine without GPUs.
-
-    With more ranks than GPUs it raises an error. Ranks may share a GPU over gloo: pass ``cuda:0`` yourself.
-
-    Rank 3 of 8 on a machine with 8 GPUs gets ``cuda:3``.
-    """
-    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if gpus and ranks > gpus:
-        raise RuntimeError(f"{ranks} ranks on a machine with {gpus} GPU(s). {_TOO_FEW_GPUS}")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else torch.device("cpu")
-
-
-def failure(what: str, error: RuntimeError) -> RuntimeError:
-    """The error to raise in place of one of PyTorch's, with what failed and what to do."""
-    if "Duplicate GPU" in str(error):
-        return RuntimeError(f"two ranks share a GPU. {_TOO_FEW_GPUS} ({what})")
-    return RuntimeError(
-        f"{what}: {error}. A rank may have died or stalled longer than the group's timeout. No result was returned; once "
-        "all ranks have called destroy_process_group() and init_process_group() again, the call can be repeated"
-    )
-
-
-@contextlib.contextmanager
-def naming(task: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Give an error of PyTorch's communication the name of the task that failed."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise failure(f"rank {dist.get_rank(group)} could not {task}", error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +46,9 @@ class Transport(Protocol):
     """Moves parcels: ``Wire`` between processes, ``simulate.SimulatedWire`` within one."""
 
     lag: int  # ticks by which a gradient is sent later than it is computed
+
+    def turn(self, direction: str) -> contextlib.AbstractContextManager[Any]:
+        """A context for the messages of a forward or a backward."""
 
     def now(self) -> Any:
         """A mark of what has been computed so far."""
@@ -122,6 +73,29 @@ class Wire:
         self.lag = 1 if self.staged else 0
         if self.staged:
             self.outward, self.inward = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self.watch = watch_of(group)
+        self._acknowledges = not self.gloo and backend_for("cpu", group) == "gloo"
+        self._call, self._arguments, self._tag = 0, Arguments("", ()), 0
+        self._links: dict[tuple[bool, int], Any] = {}  # of this turn, by sending and peer: the empty message
+
+    def begin_call(self, arguments: Arguments) -> None:
+        """Number the call, whose arguments all ranks have in common. The first call of a group connects its ranks."""
+        self.watch.calls += 1
+        self._call, self._arguments = self.watch.calls, arguments
+        if self.gloo or self.device.type in self.watch.connected:
+            return
+        # NCCL makes a communicator in the first operation, which all ranks must take part in. Messages need not.
+        with self.watch.turn("the connection of the ranks"), self.watch.waiting("connect to the other ranks"):
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+        self.watch.connected.add(self.device.type)
+
+    def turn(self, direction: str) -> TurnContext:
+        """A context for the messages of a forward or a backward, which have a tag of their own."""
+        identity = f"{self._call} {direction} {self._arguments.hash}"
+        self._tag = 2**30 + LANES * (int.from_bytes(sha256(identity.encode()).digest()[:4], "big") % (2**30 // LANES))
+        self._links.clear()
+        label = f"the {direction} of call {self._call}"
+        return self.watch.turn(label, self._arguments.hash, self._arguments.texts)
 
     def now(self) -> Any:
         """An event in the stream of the caller, if copies to the host have to wait for it."""
@@ -140,22 +114,27 @@ class Wire:
                     parcel.pack()
             outgoing = [self._on_host(parcel.rows, copy=True) for parcel in sends]
         incoming = [self._on_host(parcel.rows, copy=False) for parcel in receives]
-        tasks, operations = [], []
+        tasks: list[tuple[str, tuple[int, ...]]] = []  # with the peer
+        operations = []
         for sending, parcels, tensors in ((True, sends, outgoing), (False, receives, incoming)):
             for parcel, x in zip(parcels, tensors, strict=True):
-                for tag, lane in enumerate(self._lanes(x)):
-                    verb = f"send {parcel.content} to" if sending else f"receive {parcel.content} from"
-                    tasks.append(f"{verb} rank {parcel.peer}, {parcel.message.name}")
-                    peer, operation = self.global_ranks[parcel.peer], dist.isend if sending else dist.irecv
-                    operations.append(dist.P2POp(operation, lane, peer, self.group, tag))
-        with naming(" and ".join(tasks), self.group):
+                verb = f"send {parcel.content} to" if sending else f"receive {parcel.content} from"
+                task = f"{verb} rank {parcel.peer}, {parcel.message.name}"
+                peer, operation = self.global_ranks[parcel.peer], dist.isend if sending else dist.irecv
+                for number, lane in enumerate(self._lanes(x)):
+                    tasks.append((task, (parcel.peer,)))
+                    operations.append(dist.P2POp(operation, lane, peer, self.group, self._tag + number))
+        together = " and ".join(dict(tasks)), tuple(sorted({peer for _, peers in tasks for peer in peers}))
+        if self._acknowledges:
+            self._acknowledge([parcel.peer for parcel in sends], [parcel.peer for parcel in receives])
+        with self.watch.waiting(together[0], *together[1]):
             handles = dist.batch_isend_irecv(operations)
 
         def wait() -> None:
             # NCCL has one handle for all operations, gloo has one for each.
-            every = tasks if len(handles) == len(tasks) else [" and ".join(tasks)]
-            for handle, task in zip(handles, every, strict=True):
-                with naming(task, self.group):
+            every = tasks if len(handles) == len(tasks) else [together]
+            for handle, (task, peers) in zip(handles, every, strict=True):
+                with self.watch.waiting(task, *peers):
                     handle.wait()
             if self.staged:
                 with torch.cuda.stream(self.inward):
@@ -166,6 +145,23 @@ class Wire:
             outgoing.clear()  # the tensors must exist until they have been sent
 
         return wait
+
+    def _acknowledge(self, targets: list[int], sources: list[int]) -> None:
+        """Make sure that the ranks from which this one receives are in the same turn, over gloo, once for each link."""
+        for target in targets:
+            if (True, target) not in self._links:
+                empty = torch.zeros(1, dtype=torch.uint8, device="cpu")
+                with self.watch.waiting(f"acknowledge the turn to rank {target}", target):
+                    sent = dist.isend(empty, self.global_ranks[target], self.group, self._tag)
+                self._links[True, target] = empty, sent  # the tensor must exist until it has been sent
+        for source in sources:
+            if (False, source) not in self._links:
+                empty = torch.zeros(1, dtype=torch.uint8, device="cpu")
+                with self.watch.waiting(f"receive the acknowledgement of the turn from rank {source}", source):
+                    arrival = dist.irecv(empty, self.global_ranks[source], self.group, self._tag)
+                    assert arrival is not None
+                    arrival.wait()
+                self._links[False, source] = None
 
     def _lanes(self, rows: Tensor) -> tuple[Tensor, ...]:
         """A message in the chunks that have tags of their own, the same at both ends."""
