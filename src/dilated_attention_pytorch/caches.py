@@ -31,6 +31,7 @@ CACHES = (
     Cache("plan.lists", "_given_rule", "given block lists by the identity of their tensors"),
     Cache("plan.lists", "_static_lists", "block lists by configuration and length"),
     Cache("backends.gpu.launch_plan", "_launch_plan", "launch tables on a device, with the launches over them"),
+    Cache("backends.gpu.launch_plan", "_running_plan", "launch tables of messages, and of pairs of a rank's chunks"),
     Cache("backends.gpu.block_tables", "_tables", "block tables on a device"),
     Cache("backends.gpu.launch", "launch_cache", "launches without tables, by kernel and arguments"),
     Cache("backends.hopper.configs", "_extent", "pairs and rows of a problem, by which the joint backward is chosen"),
@@ -39,6 +40,9 @@ CACHES = (
     Cache("distributed.rank_plans", "dilated_plan", "the plan of a rank in dilated attention"),
     Cache("distributed.rank_plans", "static_block_plan", "the plan of a rank in block-sparse attention"),
     Cache("distributed.own_rows", "_plans", "the plans of a rank's own rows"),
+    Cache("distributed.own_rows", "_plans_of_chunks", "the same for several chunks"),
+    Cache("distributed.own_rows", "_received", "the tiles of a rank's queries with the rows of a message"),
+    Cache("distributed.own_rows", "_across", "the tiles between different chunks of a rank"),
     Cache("distributed.cost", "_most_bytes", "the most bytes that a rank of a plan receives"),
 )
 

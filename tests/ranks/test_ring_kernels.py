@@ -1,4 +1,4 @@
-"""Own rows of a rank through the fused kernels (interpreted), rows of others through stock operators: as on one device."""
+"""The tiles of ranks through the fused kernels (interpreted): results and gradients as on one device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from dilated_attention_pytorch.backends.triton.backend import TRITON
 from dilated_attention_pytorch.call import make_call
 from dilated_attention_pytorch.distributed import Shards, simulate_ring
 from dilated_attention_pytorch.distributed.own_rows import FusedStep, fused_backend
+from dilated_attention_pytorch.execute import loop
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import fast_interpreter
 
 fast_interpreter.install()  # in each rank
 
-# Pattern, rows of the three ranks, heads, key heads, causal, and sequences of their own.
+# Pattern, rows of the three ranks, heads, key heads, causal, and sequences of their own. All with both layouts.
 CASES = [
     (Dilated([16, 64, 128], [1, 2, 4]), (40, 50, 38), 4, 4, False, {}),
     (Dilated([16, 64, 128], [1, 2, 4]), (48, 48, 21), 4, 2, True, {}),
@@ -32,10 +33,10 @@ CASES = [
 ]
 
 
-def check(group, case) -> None:
-    rank = dist.get_rank()
+def check(group, case, layout) -> None:
     pattern, rows, heads, key_heads, causal, options = case
-    n, own = sum(rows), slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+    shards = Shards.of(rows, layout)
+    n, own = sum(rows), torch.cat([torch.arange(x.start, x.stop) for x in shards.chunks[dist.get_rank()]])
     options = {name: torch.tensor(x) for name, x in options.items()} | {"is_causal": causal, "return_lse": True}
     torch.manual_seed(0)
     samples = len(options["lengths"]) if "lengths" in options else 1
@@ -52,8 +53,11 @@ def check(group, case) -> None:
     doubles = [x.detach().double().requires_grad_() for x in whole]
     expected = run(lambda *x: attention(*x, pattern, backend="reference", **options), doubles, dout.double(), weights)
     local = [x.detach()[:, own].clone().requires_grad_() for x in whole]
-    sharded = {"group": Sharding(group, bucket_size=16, transport="ring"), "backend": "triton"}
-    actual = run(lambda *x: attention(*x, pattern, **options, **sharded), local, dout[:, own], weights[:, own])
+    sharded = {"group": Sharding(group, layout, bucket_size=16, transport="ring"), "backend": "triton"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "attend_", None)  # no stock operator computes a tile
+        patch.setattr(loop, "add_gradients_", None)
+        actual = run(lambda *x: attention(*x, pattern, **options, **sharded), local, dout[:, own], weights[:, own])
     for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
         part = e[..., own] if name == "lse" else e[:, own]
         torch.testing.assert_close(a.double(), part, rtol=2e-5, atol=5e-6, msg=lambda m, name=name: f"{case} {name}: {m}")
@@ -73,9 +77,10 @@ def on_a_hopper_gpu(patch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[5]}")
-def test_rows_are_those_of_one_device(on_ranks, case):
-    on_ranks(3, check, case)
+def test_rows_are_those_of_one_device(on_ranks, case, layout):
+    on_ranks(3, check, case, layout)
 
 
 def check_refusals(group) -> None:

@@ -105,6 +105,7 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, o
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "ATTEND": True,
+        "RUNNING": False,
         "FINAL": final,
         "IN_FOURS": False,
         "DROPOUT": False,
@@ -141,7 +142,9 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
     return compiled_usage(ASTSource, BLOCKS[kernel], constants, size, {"num_warps": warps, "num_stages": stages})
 
 
-def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_PARTIALS, single_results=False):
+def hopper_usage(
+    kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_PARTIALS, single_results=False, running=False
+):
     config = getattr(hopper_configs.configs(head_dim), kernel)
     constants = {
         "D": head_dim,
@@ -156,6 +159,8 @@ def hopper_usage(kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_P
         constants["group"] = 1
     if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
+    if kernel == "joint":
+        constants["SCALED"] = running
     options = {"num_warps": 4, "maxnreg": persistent.constants(config, head_dim)["maxnreg"]}
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options, RESULTS if single_results else ())
 

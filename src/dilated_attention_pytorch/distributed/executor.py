@@ -41,7 +41,7 @@ class RankCall:
     kernel: TileKernel
     options: Options  # with dropout and positions of the whole sequence
     comm_dtype: torch.dtype
-    fused: FusedStep | None = None  # computes own queries with own keys
+    fused: FusedStep | None = None  # computes all tiles, if fused kernels do
 
     def stock(self, query: Tensor) -> StockCalls:
         """How stock kernels compute tiles, with partial results of half the size as on one device: messages need memory."""
@@ -157,7 +157,8 @@ def _own_keys(plan: RankPlan, inputs: Inputs) -> Iterator[StepKeys]:
 
 def forward(call: RankCall, plan: RankPlan, inputs: Inputs, exchange: Exchange) -> Sums:
     """The results of this rank's rows; the scale of the call is positive."""
-    sums, how = Sums.like(inputs.query), call.stock(inputs.query)
+    how, fused = call.stock(inputs.query), call.fused
+    sums = Sums.like(inputs.query) if fused is None else fused.sums(inputs.query)
 
     def attend_(steps: Iterable[StepKeys]) -> None:
         for step, key, value in steps:
@@ -165,12 +166,14 @@ def forward(call: RankCall, plan: RankPlan, inputs: Inputs, exchange: Exchange) 
             own = Sums(sums.out[at], sums.lse_bnh[at])
             loop.attend_(step.tiles(call.options), Inputs(inputs.query[at], key, value), own, how)
 
-    if call.fused is not None:
-        call.fused.attend_(inputs, sums, call.options.scale)
+    if fused is not None:
+        fused.attend_(plan, inputs, sums, call.options.scale)
     else:
         attend_(_own_keys(plan, inputs))
     for _, message in exchange.received():
-        if message is not None:
+        if message is not None and fused is not None:
+            fused.attend_message_(plan, message, exchange.incoming.flat(message), inputs, sums, call.options.scale)
+        elif message is not None:
             attend_(message.steps(exchange.incoming.flat(message), inputs.key.shape[-1]))
     return sums
 
@@ -186,14 +189,18 @@ def add_gradients_(call: RankCall, plan: RankPlan, inputs: Inputs, rows: RowGrad
             loop.add_gradients_(step.tiles(call.options), own, rows.at(at), own_grads, how)
 
     exchange = Exchange(call, plan, inputs, gradients=True)
-    if call.fused is not None:
-        call.fused.write_gradients_(inputs, rows, grads, call.options.scale)
+    fused = None if call.fused is None else call.fused.gradients(plan, inputs, rows, grads, call.options.scale)
+    if fused is not None:
+        fused.write_own_()
     else:
         add_(_own_keys(plan, inputs), _own_keys(plan, grads))
     for tick, message in exchange.received():
         if message is not None:
             arrived, returning = exchange.incoming.flat(message), exchange.going_home.flat(message).zero_()
-            add_(message.steps(arrived, head_dim), message.steps(returning, head_dim))
+            if fused is not None:
+                fused.add_message_(message, arrived, returning)
+            else:
+                add_(message.steps(arrived, head_dim), message.steps(returning, head_dim))
         exchange.send_home(tick, grads)
     exchange.finish(grads)
 

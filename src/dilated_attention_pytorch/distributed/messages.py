@@ -112,11 +112,11 @@ class Message:
         return sum(2 * math.prod(section.shape) * head_dim for section in self.sections)
 
     def views(self, flat: Tensor, head_dim: int) -> Iterator[tuple[Section, Tensor]]:
-        """The sections, each with its view (2, B, rows, heads, D) of the message: keys first, then values."""
-        first = 0
+        """The sections, each with its view (2, B, rows, heads, D) of the message, in which all keys precede all values."""
+        both, first = flat.view(2, -1), 0
         for section in self.sections:
-            shape = (2, *section.shape, head_dim)
-            yield section, flat[first : first + math.prod(shape)].view(shape)
+            shape = (*section.shape, head_dim)
+            yield section, both[:, first : first + math.prod(shape)].view(2, *shape)
             first += math.prod(shape)
 
     def pack_(self, flat: Tensor, inputs: Inputs) -> None:

@@ -1,19 +1,25 @@
 """The problem of a sharded call, and the backends of a rank's tiles.
 
-Fused kernels may compute own queries with own keys, before messages are merged. They take contiguous shards only: there,
-each row of a branch is in one tile, as launch tables have it.
+Fused kernels compute own queries with own keys, chunk by chunk: there, each row of a branch is in one tile, as launch
+tables have it. The tiles between different chunks, and between own queries and each message, are added to these results.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.gpu.backend import TableBackend
+from dilated_attention_pytorch.backends.gpu.running import RunningProblem, RunningTiles, running_tiles
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import Call, Sharding, check_blocks_fit
+from dilated_attention_pytorch.distributed.messages import Message, RankPlan
+from dilated_attention_pytorch.distributed.rank_plans import DilatedStep
 from dilated_attention_pytorch.execute.loop import RowGradients, Sums
 from dilated_attention_pytorch.lengths import host_cu_seqlens, host_lengths
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
@@ -22,7 +28,7 @@ from dilated_attention_pytorch.plan.problem import BlockRule, Problem, find_prob
 from dilated_attention_pytorch.plan.sequences import Span, spans
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
 from dilated_attention_pytorch.shards import Shards
-from dilated_attention_pytorch.values import Inputs, Options, Saved
+from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
 
 # "auto" takes the Hopper kernels from this many branches. They write the rows of all branches once, while stock operators
 # merge call by call. For one branch, cuDNN's kernels are faster. Milliseconds, sdpa / hopper, forward and backward of
@@ -67,7 +73,7 @@ def _raise_if(reasons: list[str], backend: str) -> None:
 
 
 def fused_backend(call: Call, request: Request) -> str | None:
-    """The backend whose fused kernels compute own queries with own keys; None if stock kernels do.
+    """The backend whose fused kernels compute the tiles of ranks; None if stock kernels do.
 
     ``"auto"`` takes the Hopper kernels where they are possible and faster. Ranks on different GPUs may therefore choose
     differently, which changes nothing that travels. A backend that is asked for and cannot serve the call is an error.
@@ -83,11 +89,9 @@ def fused_backend(call: Call, request: Request) -> str | None:
 
 
 def _why_not(backend: str, call: Call, request: Request) -> list[str]:
-    reasons, layout = backends.find(backend).why_not(request), sharding_of(call).layout
+    reasons = backends.find(backend).why_not(request)
     if isinstance(call.pattern, BlockSparse):
         reasons.append("blocks of sharded sequences go through 'sdpa' or 'eager'")
-    if any(len(chunks) > 1 for chunks in layout.chunks) if isinstance(layout, Shards) else layout == "zigzag":
-        reasons.append("fused kernels take contiguous shards, got the zigzag layout")
     if is_detached(call) or request.dropout_p > 0.0 or request.masks_by_position:
         reasons.append("detached mixing, dropout and causal orders of sharded sequences go through 'sdpa' or 'eager'")
     return reasons
@@ -116,8 +120,21 @@ class OwnRows(Problem):
         return tuple(span for span, _ in self.plans())
 
     def plans(self) -> tuple[tuple[Span, Plan], ...]:
-        """The same with their plans, which count positions of the whole sequence."""
-        return _plans(self)
+        """The same with their plans, which count positions of the whole sequence. Each chunk meets itself."""
+        chunks = self.shards.chunks[self.rank]
+        return _plans(self) if len(chunks) == 1 else _plans_of_chunks(self)
+
+
+@lru_cache(maxsize=64)
+def _plans_of_chunks(problem: OwnRows) -> tuple[tuple[Span, Plan], ...]:
+    found, first = [], 0
+    for chunk in problem.shards.chunks[problem.rank]:
+        others = range(chunk.start), range(chunk.stop, problem.shards.length)
+        for span, plan in _plans(replace(problem, shards=Shards(((chunk,), others)), rank=0)):
+            rows = slice(first + span.queries.start, first + span.queries.stop)
+            found.append((Span(span.samples, rows, rows), plan))
+        first += len(chunk)
+    return tuple(found)
 
 
 @lru_cache(maxsize=64)
@@ -134,26 +151,115 @@ def _plans(problem: OwnRows) -> tuple[tuple[Span, Plan], ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=1024)
+def _received(plan: RankPlan, tick: int, own: Problem) -> RunningProblem:
+    """The tiles of a rank's queries with the rows of the message of a tick."""
+    _, message = plan.ticks[tick]
+    assert message is not None
+    tiles: list[RunningTiles] = []
+    first = 0
+    for section in message.sections:
+        samples, rows, _ = section.shape
+        for step in section.steps():
+            assert isinstance(step, DilatedStep)
+            at, queries = step.queries
+            tiles += running_tiles(step.plan, range(at.start, at.stop), queries.start, first, rows)
+        first += samples * rows
+    return RunningProblem.of(own, tiles, keys=0)
+
+
+@lru_cache(maxsize=64)
+def _across(plan: RankPlan, own: Problem) -> RunningProblem:
+    """The tiles between different chunks of a rank: none unless the layout is zigzag."""
+    tiles: list[RunningTiles] = []
+    for step in plan.own:
+        assert isinstance(step, DilatedStep)
+        if step.plan.queries != step.plan.keys:
+            (at, queries), (_, keys) = step.queries, step.keys
+            tiles += running_tiles(step.plan, range(at.start, at.stop), queries.start, keys.start)
+    return RunningProblem.of(own, tiles, keys=own.keys)
+
+
 @dataclass(frozen=True, slots=True)
 class FusedStep:
-    """Own queries with own keys through the fused kernels of a backend. It comes before all other steps."""
+    """The tiles of a rank through the fused kernels of a backend: own queries with own keys, then with each message."""
 
     rows: OwnRows
     backend: str
 
-    def attend_(self, inputs: Inputs, sums: Sums, scale: float) -> None:
-        """Write the results into ``sums``, which have no content yet."""
-        if self.rows.plans():
-            lse = self._kernels.forward(self.rows, inputs, Options(scale), out=sums.out).lse
-            sums.lse_bnh.copy_(lse.transpose(1, 2))
+    def sums(self, query: Tensor) -> Sums:
+        """The neutral element of the merge, with lse in the order of kernels."""
+        batch, n, heads, _ = query.shape
+        lse = torch.full((batch, heads, n), -torch.inf, dtype=torch.float32, device=query.device)
+        return Sums(torch.zeros(query.shape, dtype=torch.float32, device=query.device), lse.transpose(1, 2))
 
-    def write_gradients_(self, inputs: Inputs, rows: RowGradients, grads: Inputs, scale: float) -> None:
-        """Write the gradients into ``grads`` (float32), which have no content yet."""
-        if self.rows.plans():
-            dlse = None if rows.dlse_bnh is None else rows.dlse_bnh.transpose(1, 2).contiguous()
-            saved = Saved(rows.out, rows.lse_bnh.transpose(1, 2).contiguous(), rows.dout, dlse)
-            self._kernels.backward(self.rows, inputs, saved, Options(scale), grads=grads)
+    def attend_(self, plan: RankPlan, inputs: Inputs, sums: Sums, scale: float) -> None:
+        """Write the results of own keys into ``sums``, which have no content yet."""
+        for problem in (self.rows, _across(plan, self.sizes)):
+            if problem.plans():
+                self.run_(problem, inputs, sums, scale)
+
+    def attend_message_(
+        self, plan: RankPlan, message: Message, flat: Tensor, inputs: Inputs, sums: Sums, scale: float
+    ) -> None:
+        """Merge the results of a message into ``sums``."""
+        problem = _received(plan, message.tick, self.sizes)
+        if problem.tiles:
+            self.run_(problem, received_inputs(inputs, flat), sums, scale)
+
+    def run_(self, problem: Problem, inputs: Inputs, sums: Sums, scale: float) -> None:
+        """Run the kernels of one problem."""
+        self.kernels.forward(problem, inputs, Options(scale), Results(sums.out, sums.lse_bnh.transpose(1, 2)))
+
+    def gradients(self, plan: RankPlan, inputs: Inputs, rows: RowGradients, grads: Inputs, scale: float) -> FusedGradients:
+        """The backward of a call, given its merged results. It adds to ``grads`` (float32), which have no content yet."""
+        dlse = None if rows.dlse_bnh is None else rows.dlse_bnh.transpose(1, 2).contiguous()
+        saved, options = Saved(rows.out, rows.lse_bnh.transpose(1, 2).contiguous(), rows.dout, dlse), Options(scale)
+        statistics = self.kernels.row_statistics(self.rows, saved, options)
+        return FusedGradients(self, plan, inputs, rows.dout, statistics, grads, options)
 
     @property
-    def _kernels(self) -> TableBackend:
+    def kernels(self) -> TableBackend:
+        """The backend."""
         return cast(TableBackend, backends.find(self.backend))
+
+    @property
+    def sizes(self) -> Problem:
+        """The problem of the rows without their positions, which is quickly compared."""
+        rows = self.rows
+        return Problem(rows.pattern, rows.is_causal, rows.batch, rows.queries, rows.keys, rows.heads, rows.key_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedGradients:
+    """The backward of a rank's tiles through fused kernels."""
+
+    step: FusedStep
+    plan: RankPlan
+    inputs: Inputs
+    dout: Tensor
+    statistics: Any
+    grads: Inputs
+    options: Options
+
+    def write_own_(self) -> None:
+        """Write the gradients of own queries with own keys."""
+        for problem in (self.step.rows, _across(self.plan, self.step.sizes)):
+            if problem.plans():
+                self._run_(problem, self.inputs, self.grads)
+
+    def add_message_(self, message: Message, arrived: Tensor, returning: Tensor) -> None:
+        """Add the gradients of a message's tiles to those of the queries, and to ``returning``."""
+        problem = _received(self.plan, message.tick, self.step.sizes)
+        if problem.tiles:
+            self._run_(problem, received_inputs(self.inputs, arrived), received_inputs(self.grads, returning))
+
+    def _run_(self, problem: Problem, inputs: Inputs, grads: Inputs) -> None:
+        self.step.kernels.gradients(problem, inputs, self.dout, self.statistics, self.options, grads)
+
+
+def received_inputs(own: Inputs, flat: Tensor) -> Inputs:
+    """Own queries, and the keys and values of a message. Their rows count over all samples, so samples have no distance."""
+    batch, _, heads, head_dim = own.key.shape
+    keys, values = flat.view(2, 1, -1, heads, head_dim).expand(-1, batch, -1, -1, -1)
+    return Inputs(own.query, keys, values)

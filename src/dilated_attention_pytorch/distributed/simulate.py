@@ -167,17 +167,13 @@ def _simulated(
 
 @dataclass(frozen=True, slots=True)
 class _MetaStep(FusedStep):
-    """The memory of a fused step: its partial results and lse. Kernels cannot run on the meta device."""
+    """The memory of a fused step: its partial results. Kernels cannot run on the meta device."""
 
-    def attend_(self, inputs: Inputs, sums: Sums, scale: float) -> None:
-        """Make the tensors that the kernels would write."""
-        if self.rows.plans():
-            (batch, n, heads, head_dim), device = inputs.query.shape, inputs.query.device
-            plan = find_launch_plan(self.rows, block=ITEM_ROWS, by_keys=False, head_dim=head_dim, device=device)
-            partial = torch.empty((plan.partial_rows, head_dim + 1), dtype=torch.float32, device=device)
-            lse = torch.empty((batch, heads, n), dtype=torch.float32, device=device)
-            sums.lse_bnh.copy_(lse.transpose(1, 2))
-            del partial
+    def run_(self, problem: Problem, inputs: Inputs, sums: Sums, scale: float) -> None:
+        """Make the tensors that the kernels would write besides the results."""
+        head_dim, device = inputs.query.shape[-1], inputs.query.device
+        plan = find_launch_plan(problem, block=ITEM_ROWS, by_keys=False, head_dim=head_dim, device=device)
+        torch.empty((plan.partial_rows, head_dim + 1), dtype=torch.float32, device=device)
 
 
 def _measured(call: RankCall, inputs: Inputs) -> tuple[Sums, Exchange, int]:
@@ -234,8 +230,8 @@ def describe_sharding(
         own = others = backends.choose(call.backend, request).name
         received = costs.ulysses_bytes or 0
     else:
-        others = stock_backend(call.backend, request)
-        own = fused_backend(call, request) or others
+        stock = stock_backend(call.backend, request)
+        own = others = fused_backend(call, request) or stock
     return ShardedTraffic(world_size, layout, transport, received, waits(transport, costs), own, others)
 
 

@@ -6,6 +6,7 @@ Importing this module does not import triton. Rows of all tensors have consecuti
 from __future__ import annotations
 
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.backends.gpu.portable import RowStatistics  # it imports triton
 
 
 class TableBackend:
@@ -30,14 +34,15 @@ class TableBackend:
         """What computes the tiles of a request."""
         return f"{self.kernels_are} kernels over {'launch tables' if request.block_size is None else 'block lists'}"
 
-    def forward(self, problem: Problem, inputs: Inputs, options: Options, out: Tensor | None = None) -> Results:
+    def forward(self, problem: Problem, inputs: Inputs, options: Options, given: Results | None = None) -> Results:
         """The attention of a problem.
 
-        ``out`` is written if it is given: contiguous, of any floating-point type. Rows that no tile has do not change.
+        ``given`` results are written if there are any: both contiguous, ``out`` of any floating-point type, ``lse`` in
+        float32. Rows that no tile has do not change. The tiles of a ``RunningProblem`` are merged into given results.
         """
         kernels = self.kernels(dilated=isinstance(problem.pattern, Dilated))
         with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-            results: Results = kernels.forward(problem, inputs, options, out)
+            results: Results = kernels.forward(problem, inputs, options, given)
         return results
 
     def backward(
@@ -50,7 +55,25 @@ class TableBackend:
             if dilated and options.detach_mixing and len(problem.dilated.branches) > 1:
                 assert grads is None, "the gradients of branches are summed in memory of their own"
                 return _detached_gradients(kernels, problem, inputs, saved, options)
-            found: Inputs = kernels.backward(problem, inputs, saved, options, grads)
+            statistics: RowStatistics = kernels.row_statistics(saved, options)
+            found: Inputs = kernels.gradients(problem, inputs, saved.dout, statistics, options, grads)
+        return found
+
+    def row_statistics(self, problem: Problem, saved: Saved, options: Options) -> RowStatistics:
+        """What the backward reads of each query row, for several calls of ``gradients`` with the same queries."""
+        kernels = self.kernels(dilated=isinstance(problem.pattern, Dilated))
+        with torch.cuda.device_of(saved.out):  # type: ignore[no-untyped-call]
+            statistics: RowStatistics = kernels.row_statistics(saved, options)
+        return statistics
+
+    def gradients(
+        self, problem: Problem, inputs: Inputs, dout: Tensor, statistics: RowStatistics, options: Options,
+        grads: Inputs | None = None,
+    ) -> Inputs:  # fmt: skip
+        """``backward`` with statistics. The gradients of a ``RunningProblem`` are added to ``grads``."""
+        kernels = self.kernels(dilated=isinstance(problem.pattern, Dilated))
+        with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]
+            found: Inputs = kernels.gradients(problem, inputs, dout, statistics, options, grads)
         return found
 
 
@@ -60,6 +83,6 @@ def _detached_gradients(kernels: ModuleType, problem: Problem, inputs: Inputs, s
     for branch in range(len(problem.dilated.branches)):
         one = problem.of_branch(branch)
         own = saved._replace(out=kernels.forward(one, inputs, options).out)
-        grads = kernels.backward(one, inputs, own, options)
+        grads = kernels.gradients(one, inputs, own.dout, kernels.row_statistics(own, options), options, None)
         sums = [x + y.float() for x, y in zip(sums, grads, strict=True)] if sums else [y.float() for y in grads]
     return Inputs(*(x.to(inputs.query.dtype) for x in sums))

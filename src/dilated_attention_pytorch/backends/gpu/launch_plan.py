@@ -16,6 +16,8 @@ keeps only the row numbers that the result has: decoding one token keeps two row
 Sequences of their own (``lengths``, ``cu_seqlens``) add rows to the tables and no launches. If partial results would take
 much memory, they are computed one share of the batch after the other (shares.py). Each share has launches of its own and
 puts its partial results in the same memory.
+
+The tiles of a ``RunningProblem`` have another layout, without a tree: see ``_RunningBuilder``.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, groupby, product
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu.bundles import BundleTree
+from dilated_attention_pytorch.backends.gpu.running import RunningProblem
 from dilated_attention_pytorch.backends.gpu.shares import BatchSlice, of_heads, shares_of
 from dilated_attention_pytorch.backends.gpu.tables import FAMILY_COLUMNS, LAYOUT_COLUMNS, keep_for_device
 from dilated_attention_pytorch.plan.problem import Problem
@@ -53,6 +56,7 @@ class Launch:
     final: bool  # it writes the result, else partial results
     children: int  # the most partial results that are added to a result; 0 if none are, else every family has some
     begins_share: bool  # it overwrites what the launch before may read
+    running: bool = False  # it adds the partial results of its tiles to what the result holds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +93,8 @@ def find_launch_plan(
     ``separate``: each launch has one bundle. Then no two tiles of a launch share a row of the other side either.
     """
     most_rows = max(1, PARTIAL_ELEMENTS // head_dim)
-    found = _launch_plan(problem, block, by_keys, most_rows, device, separate)
+    make = _running_plan if isinstance(problem, RunningProblem) else _launch_plan
+    found = make(problem, block, by_keys, most_rows, device, separate)
     keep_for_device(found, (found.tables,))
     return found
 
@@ -100,6 +105,14 @@ def _launch_plan(
     problem: Problem, block: int, by_keys: bool, most_rows: int, device: torch.device, separate: bool
 ) -> LaunchPlan:
     return _Builder(problem, block, by_keys, most_rows).plan(device, separate)
+
+
+# The tables of a message are small, and a call may have hundreds of messages.
+@lru_cache(maxsize=1024)
+def _running_plan(
+    problem: RunningProblem, block: int, by_keys: bool, most_rows: int, device: torch.device, separate: bool
+) -> LaunchPlan:
+    return _RunningBuilder(problem, block, by_keys, most_rows).plan(device, separate)
 
 
 def inverse(divisor: int) -> int:
@@ -201,6 +214,7 @@ class _Builder:
             f.head_row_step, q_start, f.q_rows, k_start, f.k_rows, min(f.row_stride, plan.keys.stop), int(f.causal),
             f.zero_keys, f.branch, batch_slice.number, start - tensor_row, *in_layout,
             self.layout_index[children[0]] if children else 0, len(children),
+            min(f.row_stride, plan.keys.stop), f.head_row_step,
         )  # fmt: skip
 
     def _launch(self, share: list[BatchSlice], bundles: list[int], attends: bool) -> Launch:
@@ -244,3 +258,74 @@ class _Builder:
             partial_rows=self.partial_rows, complete=self.tree.square,
             covered=self.problem.lengths is None and bool(self.plans),
         )  # fmt: skip
+
+
+class _RunningBuilder:
+    """Makes the tables of a ``RunningProblem``: launches that attend, and behind them launches that add to the result.
+
+    The partial results of an item of ``tiles`` are ``capacity`` rows for each head. All tiles of a share attend in one
+    launch, because no two of them write the same partial result. Items that have a row of the result in common are added
+    one after the other, in an order that does not depend on the GPU.
+    """
+
+    def __init__(self, problem: RunningProblem, block: int, by_keys: bool, most_rows: int) -> None:
+        self.problem, self.block, self.by_keys = problem, block, by_keys
+        self.heads_per_key = 1 if by_keys else problem.heads_per_key  # of the result
+        self.capacity = [tiles.most_rows(by_keys) for tiles in problem.tiles]
+        samples = [range(tiles.sample, tiles.sample + 1) for tiles in problem.tiles]
+        self.shares = shares_of(samples, [self.heads_per_key * x for x in self.capacity], problem.key_heads, most_rows)
+        self.bases: dict[int, int] = {}  # by the number of a slice
+        self.partial_rows = 0
+        for share in self.shares:
+            used = 0
+            for batch_slice in share:
+                key_head_rows = self.heads_per_key * self.capacity[batch_slice.sequence]
+                self.bases[batch_slice.number] = used - batch_slice.key_heads.start * key_head_rows
+                used += len(batch_slice.key_heads) * key_head_rows
+            self.partial_rows = max(self.partial_rows, used)
+
+    def _launch(self, slices: list[BatchSlice], attends: bool) -> Launch:
+        rows, programs = [], 0
+        for x in slices:
+            tiles = self.problem.tiles[x.sequence]
+            for f in tiles.families:
+                own = of_heads(f, x.key_heads)
+                if not own.key_heads:
+                    continue
+                k_start, k_stride, k_step = own.k_start, f.row_stride if f.k_rows > 1 else 1, f.head_row_step
+                if tiles.packed:
+                    k_start, k_stride, k_step = f.k_start, 1, 0
+                rows.append((
+                    programs, tiles.sample, 1, 0, len(own.key_heads), own.key_heads.start, own.key_heads.step,
+                    f.head_row_step, own.q_start, f.q_rows, k_start, f.k_rows, f.row_stride if f.q_rows > 1 else 1, 0, 0,
+                    f.branch, x.number, 0, self.bases[x.number], 1, self.capacity[x.sequence], 0, 0, 0, 0, k_stride, k_step,
+                ))  # fmt: skip
+                blocks = -(-(f.k_rows if self.by_keys else f.q_rows) // (self.block if attends else SUM_ROWS))
+                programs += blocks * self.heads_per_key * len(own.key_heads)
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(FAMILY_COLUMNS))
+        return Launch(table, programs, attends, not attends, 0, False, running=not attends)
+
+    def _launches(self, separate: bool) -> list[Launch]:
+        by_result, by_query = self.problem.levels(self.by_keys), self.problem.levels(by_keys=False)
+        launches: list[Launch] = []
+        for share in self.shares:
+            attending = _by_level(share, by_query) if separate else [share]
+            launches += [self._launch(slices, True) for slices in attending]
+            launches += [self._launch(slices, False) for slices in _by_level(share, by_result)]
+        return launches
+
+    def plan(self, device: torch.device, separate: bool) -> LaunchPlan:
+        """The launch plan on a device."""
+        launches, none = self._launches(separate), torch.zeros(1, dtype=torch.int64, device="cpu")
+        memory, (layout, *tables) = _on_device([none, *(one.table for one in launches)], device)
+        return LaunchPlan(
+            problem=self.problem, tables=memory, bundles=0, layout=layout, offsets=layout,
+            launches=tuple(replace(one, table=table) for one, table in zip(launches, tables, strict=True)),
+            partial_rows=self.partial_rows, complete=True, covered=True,
+        )  # fmt: skip
+
+
+def _by_level(share: list[BatchSlice], levels: list[int]) -> list[list[BatchSlice]]:
+    """The slices of a share by the level of their tiles, in the order of levels."""
+    ordered = sorted(share, key=lambda x: levels[x.sequence])
+    return [list(slices) for _, slices in groupby(ordered, key=lambda x: levels[x.sequence])]

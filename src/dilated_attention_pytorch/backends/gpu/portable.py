@@ -18,7 +18,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.forward import forward_kerne
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch_one
 from dilated_attention_pytorch.backends.gpu.launch_plan import SUM_ROWS, LaunchPlan
 from dilated_attention_pytorch.plan import dropout
-from dilated_attention_pytorch.values import Inputs, Saved
+from dilated_attention_pytorch.values import Inputs, Results, Saved
 
 LOG2_E = math.log2(math.e)
 # Of each tensor that is read. The last stride is 1.
@@ -103,7 +103,8 @@ def _launches(
     launches = []
     for one in plan.launches:
         config = how.config if one.attends else SUM
-        mode = {"ATTEND": one.attends, "FINAL": one.final, **tile_constants(how.head_dim, how.exact, config, step)}
+        mode = {"ATTEND": one.attends, "FINAL": one.final, "RUNNING": one.running}
+        mode |= tile_constants(how.head_dim, how.exact, config, step)
         tables = one.table, plan.layout, plan.offsets
         all_numbers = (one.table.shape[0], *row_strides(how.strides), *numbers, *keep_numbers(how.dropout_p))
         launches.append(KernelLaunch(kernel, one.programs, tables, all_numbers, {**constants, **mode}))
@@ -164,11 +165,13 @@ def result_buffer(like: Tensor, covered: bool, given: Tensor | None = None) -> T
     return make(like.shape, dtype=like.dtype, device=like.device)
 
 
-def lse_buffer(query: Tensor, covered: bool) -> Tensor:
-    """lse (B, H, N) in float32; -inf unless kernels write every row (``covered``)."""
+def results_buffer(query: Tensor, covered: bool, given: Results | None) -> Results:
+    """The given results, or memory for out and for lse in float32; 0 and -inf unless kernels write every row."""
+    if given is not None:
+        return given
     batch, n, heads, _ = query.shape
     lse = torch.empty((batch, heads, n), dtype=torch.float32, device=query.device)
-    return lse if covered else lse.fill_(-torch.inf)
+    return Results(result_buffer(query, covered), lse if covered else lse.fill_(-torch.inf))
 
 
 def _partial_buffer(like: Tensor, plan: LaunchPlan, fill: float, *width: int) -> Tensor:
@@ -177,10 +180,10 @@ def _partial_buffer(like: Tensor, plan: LaunchPlan, fill: float, *width: int) ->
     return partial if plan.complete else partial.fill_(fill)
 
 
-def forward_buffers(query: Tensor, plan: LaunchPlan, out: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Partial results of out and of lse (base 2), out, which may be given, and lse: what a forward writes."""
+def forward_buffers(query: Tensor, plan: LaunchPlan, given: Results | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Partial results of out and of lse (base 2), out and lse, which may be given: what a forward writes."""
     partial = _partial_buffer(query, plan, 0.0, query.shape[-1]), _partial_buffer(query, plan, -torch.inf)
-    return *partial, result_buffer(query, plan.covered, out), lse_buffer(query, plan.covered)
+    return *partial, *results_buffer(query, plan.covered, given)
 
 
 def dq_buffers(query: Tensor, plan: LaunchPlan, grads: Inputs | None) -> tuple[Tensor, Tensor]:

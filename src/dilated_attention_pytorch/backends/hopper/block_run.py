@@ -10,7 +10,7 @@ from torch import Tensor
 from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
 from dilated_attention_pytorch.backends.gpu.launch import launch_one
-from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, row_strides
+from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, RowStatistics, row_strides
 from dilated_attention_pytorch.backends.hopper import persistent
 from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, HopperConfig, configs
 from dilated_attention_pytorch.backends.hopper.kernels.block_dkv import block_dkv_kernel
@@ -38,23 +38,30 @@ def _launch(
         persistent.with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, mode), programs, taken.device)
 
 
-def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | None = None) -> Results:
+def forward(problem: Problem, inputs: Inputs, options: Options, given: Results | None = None) -> Results:
     """The attention of a block-sparse problem, see ``TableBackend.forward``."""
     table = find_block_tables(problem, inputs.query.device, options.chosen).for_queries(options.chosen)
     query, scale = persistent.scaled_query(inputs.query, options.scale)
     query, key, value = aligned(query), aligned(inputs.key), aligned(inputs.value)
-    out, lse = portable.result_buffer(query, table.covered, out), portable.lse_buffer(query, table.covered)
+    out, lse = portable.results_buffer(query, table.covered, given)
     strides, config = row_strides((query.stride(), key.stride(), value.stride())), configs(query.shape[-1]).forward
     numbers = (*strides, problem.queries, problem.heads, problem.heads_per_key, scale * LOG2_E)
     _launch(block_forward_kernel, problem, table, (query, key, value, out, lse), numbers, config, BLOCK_N=config.block)
     return Results(out, lse)
 
 
-def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, grads: Inputs | None = None) -> Inputs:
-    """The gradients of a block-sparse problem, see ``TableBackend.backward``."""
+def row_statistics(saved: Saved, options: Options) -> RowStatistics:
+    """lse, delta and shifts, see ``TableBackend.row_statistics``."""
+    return persistent.row_statistics(saved, options.scale)
+
+
+def gradients(
+    problem: Problem, inputs: Inputs, dout: Tensor, statistics: RowStatistics, options: Options, grads: Inputs | None
+) -> Inputs:
+    """The gradients of a block-sparse problem, see ``TableBackend.gradients``."""
     tables, scale = find_block_tables(problem, inputs.query.device, options.chosen), options.scale
-    read = GradientInputs(*map(aligned, (*inputs, saved.dout)))
-    lse, delta, shifts = persistent.row_statistics(saved, scale)
+    read = GradientInputs(*map(aligned, (*inputs, dout)))
+    lse, delta, shifts = statistics
     assert shifts is not None
     own, strides, n, heads = configs(read.query.shape[-1]), row_strides(read.strides), problem.queries, problem.heads
 

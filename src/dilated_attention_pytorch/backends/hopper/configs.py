@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dilated_attention_pytorch.backends.gpu.running import RunningProblem
 from dilated_attention_pytorch.plan.problem import Problem
 
 ITEM_ROWS = 128  # that a program computes at once: 64 by each of its two groups of four warps
@@ -71,7 +72,8 @@ def joint_config(problem: Problem, head_dim: int) -> HopperConfig | None:
     known = configs(head_dim).joint
     # The layout entries of many branches would take the shared memory of its few stages. Items add to the same query rows one
     # after the other: few queries of many keys, or few tiles, would leave most programs waiting.
-    if known is None or len(problem.dilated.branches) > 32 or problem.queries != problem.keys:
+    unequal = problem.queries != problem.keys and not isinstance(problem, RunningProblem)
+    if known is None or len(problem.dilated.branches) > 32 or unequal:
         return None
     pairs, rows, busy_pairs = _extent(problem)
     pays = pairs >= max(_JOINT_FROM_PAIRS, _JOINT_FROM_KEYS * rows) and 2 * busy_pairs >= pairs
@@ -82,12 +84,14 @@ def joint_config(problem: Problem, head_dim: int) -> HopperConfig | None:
 def _extent(problem: Problem) -> tuple[int, int, int]:
     """Query-key pairs and query rows of all tiles of all heads, and the pairs in families that keep all programs busy."""
     pairs = rows = busy_pairs = 0
+    running = isinstance(problem, RunningProblem)
     for span, plan in problem.plans():
         for f in plan.families:
             tiles = (span.samples.stop - span.samples.start) * f.tiles * len(f.key_heads)
             own_rows = tiles * problem.heads_per_key * f.q_rows
             rows += own_rows
             pairs += own_rows * f.k_rows
-            if tiles * math.ceil(f.k_rows / ITEM_ROWS) >= _MULTIPROCESSORS:
+            long = not running or 2 * f.q_rows >= f.k_rows
+            if long and tiles * math.ceil(f.k_rows / ITEM_ROWS) >= _MULTIPROCESSORS:
                 busy_pairs += own_rows * f.k_rows
     return pairs, rows, busy_pairs

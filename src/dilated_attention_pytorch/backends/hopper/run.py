@@ -23,6 +23,7 @@ from dilated_attention_pytorch.backends.gpu.portable import (
     padded,
     row_strides,
 )
+from dilated_attention_pytorch.backends.gpu.running import RunningProblem
 from dilated_attention_pytorch.backends.hopper import persistent
 from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, HopperConfig, configs, joint_config
 from dilated_attention_pytorch.backends.hopper.kernels.common import PART_FACTS, in_fours
@@ -111,7 +112,8 @@ def _dq_launches(plan: LaunchPlan, how: ItemOptions) -> _Launches:
 def _dkv_launches(plan: LaunchPlan, how: ItemOptions, joint: bool) -> _Launches:
     sizes = plan.problem.queries, plan.problem.keys, *_heads(plan)
     numbers = (*sizes, nonzero_scale(how.scale) * LOG2_E, how.scale)
-    mode = {"BLOCK_M": how.config.block} | ({} if joint else {"OVERLAP": how.config.overlap})
+    own = {"SCALED": isinstance(plan.problem, RunningProblem)} if joint else {"OVERLAP": how.config.overlap}
+    mode = {"BLOCK_M": how.config.block, **own}
     return _launches(joint_kernel if joint else dkv_kernel, portable.dkv_launches, plan, how, numbers, **mode)
 
 
@@ -131,13 +133,13 @@ def _plan(problem: Problem, x: Tensor, *, by_keys: bool, separate: bool = False)
 
 
 def forward(
-    problem: Problem, inputs: Inputs, options: Options, out: Tensor | None = None, config: HopperConfig | None = None
+    problem: Problem, inputs: Inputs, options: Options, given: Results | None = None, config: HopperConfig | None = None
 ) -> Results:
     """The attention of a dilated problem, see ``TableBackend.forward``."""
     query, scale = persistent.scaled_query(inputs.query, options.scale)
     query, key, value = aligned(query), aligned(inputs.key), aligned(inputs.value)
     plan, d = _plan(problem, query, by_keys=False), query.shape[-1]
-    *partial, out, lse = portable.forward_buffers(query, plan, out)
+    *partial, out, lse = portable.forward_buffers(query, plan, given)
     strides = query.stride(), key.stride(), value.stride()
     how = ItemOptions(d, strides, config or configs(d).forward, scale)
     tensors = (query, key, value, *partial, out, lse)
@@ -175,11 +177,14 @@ def dkv(
 def joint(
     problem: Problem, read: GradientInputs, shifts: Tensor, scale: float, config: HopperConfig, grads: Inputs | None = None
 ) -> Inputs:
-    """All gradients by one kernel, written to ``grads`` if these are given."""
-    query = read.query
+    """All gradients by one kernel, written to ``grads`` if these are given.
+
+    The kernel adds dq to float32 sums, which are the given gradient itself for a ``RunningProblem``.
+    """
+    query, running = read.query, isinstance(problem, RunningProblem)
     plan = _plan(problem, query, by_keys=True, separate=True)
     launches = plan.once(_dkv_launches, ItemOptions(query.shape[-1], read.strides, config, scale), True)
-    sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    sums = grads.query if running and grads else torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     rows = -(-query.shape[:3].numel() // 4) * 4  # the second view is aligned then, so that one kernel is compiled for all
     counters = torch.zeros(rows + launches.attending, dtype=torch.int32, device=query.device)
 
@@ -190,14 +195,22 @@ def joint(
         return buffers[-2:]
 
     dk, dv = by_key()  # partial results are freed before dq is allocated
+    if running:
+        return Inputs(sums, dk, dv)
     dq = torch.empty_like(query, memory_format=torch.contiguous_format) if grads is None else grads.query
     return Inputs(torch.mul(sums, scale, out=dq), dk, dv)
 
 
-def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, grads: Inputs | None = None) -> Inputs:
-    """The gradients of a dilated problem, see ``TableBackend.backward``."""
-    statistics = persistent.row_statistics(saved, options.scale)
-    read, shifts, scale = GradientInputs(*map(aligned, (*inputs, saved.dout))), statistics.shifts, options.scale
+def row_statistics(saved: Saved, options: Options) -> RowStatistics:
+    """lse, delta and shifts, see ``TableBackend.row_statistics``."""
+    return persistent.row_statistics(saved, options.scale)
+
+
+def gradients(
+    problem: Problem, inputs: Inputs, dout: Tensor, statistics: RowStatistics, options: Options, grads: Inputs | None
+) -> Inputs:
+    """The gradients of a dilated problem, see ``TableBackend.gradients``."""
+    read, shifts, scale = GradientInputs(*map(aligned, (*inputs, dout))), statistics.shifts, options.scale
     assert shifts is not None
     if config := joint_config(problem, read.query.shape[-1]):
         return joint(problem, read, shifts, scale, config, grads)

@@ -11,7 +11,7 @@ from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find
 from dilated_attention_pytorch.backends.gpu.kernels.block_backward import block_dkv_kernel, block_dq_kernel
 from dilated_attention_pytorch.backends.gpu.kernels.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.gpu.launch import launch_one
-from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, TritonConfig, TritonConfigs, row_statistics, row_strides
+from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, RowStatistics, TritonConfig, TritonConfigs, row_strides
 from dilated_attention_pytorch.backends.triton.configs import block_configs
 from dilated_attention_pytorch.backends.triton.run import capability
 from dilated_attention_pytorch.plan.problem import Problem
@@ -42,12 +42,12 @@ def _launch(
         launch_one(kernel, rows * programs, (*tensors, *table.tensors, seed), numbers, constants)
 
 
-def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | None = None) -> Results:
+def forward(problem: Problem, inputs: Inputs, options: Options, given: Results | None = None) -> Results:
     """The attention of a block-sparse problem, see ``TableBackend.forward``."""
     query, size, scale = inputs.query, problem.blocks.block_size, options.scale
     config, (n, heads) = _configs(query, size).forward, query.shape[1:3]
     table = find_block_tables(problem, query.device, options.chosen).for_queries(options.chosen)
-    out, lse = portable.result_buffer(query, table.covered, out), portable.lse_buffer(query, table.covered)
+    out, lse = portable.results_buffer(query, table.covered, given)
     strides = row_strides(x.stride() for x in inputs)
     numbers = (*strides, n, heads, problem.heads_per_key, abs(scale) * LOG2_E)
     constants = _constants(problem, inputs, config, options) | {"NEGATIVE": scale < 0}
@@ -56,12 +56,19 @@ def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | No
     return Results(out, lse)
 
 
-def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, grads: Inputs | None = None) -> Inputs:
-    """The gradients of a block-sparse problem, see ``TableBackend.backward``."""
+def row_statistics(saved: Saved, options: Options) -> RowStatistics:
+    """lse and delta, see ``TableBackend.row_statistics``."""
+    return portable.row_statistics(saved)
+
+
+def gradients(
+    problem: Problem, inputs: Inputs, dout: Tensor, statistics: RowStatistics, options: Options, grads: Inputs | None
+) -> Inputs:
+    """The gradients of a block-sparse problem, see ``TableBackend.gradients``."""
     (query, key, value), size, scale = inputs, problem.blocks.block_size, options.scale
     configs, (n, heads), (m, key_heads) = _configs(query, size), query.shape[1:3], key.shape[1:3]
-    tables, read = find_block_tables(problem, query.device, options.chosen), (*inputs, saved.dout)
-    lse, delta, _ = row_statistics(saved)
+    tables, read = find_block_tables(problem, query.device, options.chosen), (*inputs, dout)
+    lse, delta, _ = statistics
     tensors, strides = (*read, lse, delta), row_strides(x.stride() for x in read)
     factors = problem.heads_per_key, scale * LOG2_E, scale
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.launch import launch
 from dilated_attention_pytorch.backends.gpu.launch_plan import find_launch_plan
-from dilated_attention_pytorch.backends.gpu.portable import Strides, TileOptions, TritonConfig, TritonConfigs
+from dilated_attention_pytorch.backends.gpu.portable import RowStatistics, Strides, TileOptions, TritonConfig, TritonConfigs
 from dilated_attention_pytorch.backends.triton.configs import configs
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.values import Inputs, Options, Results, Saved
@@ -35,23 +35,29 @@ def _seed_and_positions(options: Options, unused: Tensor) -> tuple[Tensor, Tenso
     return seed, unused if options.positions is None else options.positions
 
 
-def forward(problem: Problem, inputs: Inputs, options: Options, out: Tensor | None = None) -> Results:
+def forward(problem: Problem, inputs: Inputs, options: Options, given: Results | None = None) -> Results:
     """The attention of a dilated problem, see ``TableBackend.forward``."""
     query, key, value = inputs
     config = _configs(query).forward
     plan = find_launch_plan(problem, block=config.block_m, by_keys=False, head_dim=query.shape[-1], device=query.device)
-    *partial, out, lse = portable.forward_buffers(query, plan, out)
+    *partial, out, lse = portable.forward_buffers(query, plan, given)
     how = _tile_options(query, (query.stride(), key.stride(), value.stride()), config, options)
     tensors = (query, key, value, *partial, out, lse, *_seed_and_positions(options, lse))
     launch(plan.once(portable.forward_launches, how), tensors)
     return Results(out, lse)
 
 
-def backward(problem: Problem, inputs: Inputs, saved: Saved, options: Options, grads: Inputs | None = None) -> Inputs:
-    """The gradients of a dilated problem, see ``TableBackend.backward``."""
-    (query, key, value), dout = inputs, saved.dout
+def row_statistics(saved: Saved, options: Options) -> RowStatistics:
+    """lse and delta, see ``TableBackend.row_statistics``."""
+    return portable.row_statistics(saved)
+
+
+def gradients(
+    problem: Problem, inputs: Inputs, dout: Tensor, statistics: RowStatistics, options: Options, grads: Inputs | None
+) -> Inputs:
+    """The gradients of a dilated problem, see ``TableBackend.gradients``."""
+    (query, key, value), (lse, delta, _) = inputs, statistics
     chosen, d, device = _configs(query), query.shape[-1], query.device
-    lse, delta, _ = portable.row_statistics(saved)
     read = query, key, value, dout, lse, delta
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     optional = _seed_and_positions(options, lse)

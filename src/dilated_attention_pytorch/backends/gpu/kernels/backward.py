@@ -165,6 +165,13 @@ def dq_over_keys(
 
 
 @triton.jit
+def load_sums(SUMS, start, offsets, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The rows of a result that are ``inside``, as store_block writes them, in float32."""
+    mask = inside[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    return tl.load(SUMS + start + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def dq_kernel(
     Q,
     K,
@@ -208,6 +215,7 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
     ATTEND: tl.constexpr,
     FINAL: tl.constexpr,
+    RUNNING: tl.constexpr,  # add the partial results of these tiles to what the result holds
     IN_FOURS: tl.constexpr,
     DROPOUT: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -217,7 +225,7 @@ def dq_kernel(
     """dq of one block of query rows: ``scale * sum_j p_ij (dp_ij - delta_i) k_j``."""
     program = tl.program_id(0)
     row = find_family(TABLE, families, program)
-    block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
+    block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, k_stride, causal = locate(
         row, program, group, BLOCK_M, False
     )
     sample = tl.load(row + FAMILY_FIRST_SAMPLE) + own_sample
@@ -241,8 +249,8 @@ def dq_kernel(
         # rows behind the tile: p = exp2(0 - inf) = 0
         lse2 = tl.load(LSE + place, mask=inside, other=float("inf")) * LOG2_E
         delta = tl.load(DELTA + place, mask=inside, other=0.0)
-        k_step = stride * k_stride_n
-        v_step = stride * v_stride_n
+        k_step = k_stride * k_stride_n
+        v_step = k_stride * v_stride_n
         k_pointer = K + sample * k_stride_b + k_start * k_stride_n + key_head * k_stride_h
         v_pointer = V + sample * v_stride_b + k_start * v_stride_n + key_head * v_stride_h
         k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D, WIDE)
@@ -263,24 +271,28 @@ def dq_kernel(
         else:
             dq = dq_over_keys(
                 dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows,
-                rows, causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale, POSITIONS, sample, N,
-                q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, False, DROPOUT, ORDERED, PRECISION,
+                rows, causal, scale_log2, stream, q_positions, k_start, k_stride, threshold, keep_scale, POSITIONS, sample,
+                N, q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, False, DROPOUT, ORDERED, PRECISION,
             )  # fmt: skip
         dq = dq_over_keys(
             dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
-            causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale, POSITIONS, sample, N,
+            causal, scale_log2, stream, q_positions, k_start, k_stride, threshold, keep_scale, POSITIONS, sample, N,
             q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, True, DROPOUT, ORDERED, PRECISION,
         )  # fmt: skip
         dq *= scale
     positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
+    start = ((sample * N + first_row) * H + head) * D
+    offsets = block_offsets(stride * H * D, BLOCK_M, BLOCK_D, WIDE)
+    if RUNNING:
+        places = own_part_row(row, own_sample, head, H, tile) + first + tl.arange(0, BLOCK_M)
+        dq += load_sums(DQ, start, offsets, inside, D, BLOCK_D) + load_parts(PARTS, places, inside, D, BLOCK_D, IN_FOURS)
     batch_slice = tl.load(row + FAMILY_BATCH_SLICE)
     child = tl.load(row + FAMILY_FIRST_CHILD)
     for part in range(child, child + tl.load(row + FAMILY_CHILDREN)):
         places, there = part_rows(LAYOUT, OFFSETS, part, parts, batch_slice, own_sample, head, H, key_head, G, positions)
         dq += load_parts(PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
     if FINAL:
-        start = ((sample * N + first_row) * H + head) * D
-        store_block(DQ, start, block_offsets(stride * H * D, BLOCK_M, BLOCK_D, WIDE), inside, dq, D, BLOCK_D)
+        store_block(DQ, start, offsets, inside, dq, D, BLOCK_D)
     else:
         start = (own_part_row(row, own_sample, head, H, tile) + first) * D
         offsets = tl.arange(0, BLOCK_M)[:, None] * D + tl.arange(0, BLOCK_D)[None, :]
@@ -434,6 +446,7 @@ def dkv_kernel(
     BLOCK_N: tl.constexpr,
     ATTEND: tl.constexpr,
     FINAL: tl.constexpr,
+    RUNNING: tl.constexpr,  # add the partial results of these tiles to what the result holds
     IN_FOURS: tl.constexpr,
     DROPOUT: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -443,7 +456,7 @@ def dkv_kernel(
     """dk and dv of one block of key rows, summed over the query rows that see it and the query heads of its key head."""
     program = tl.program_id(0)
     row = find_family(TABLE, families, program)
-    block, _, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
+    block, _, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, k_stride, causal = locate(
         row, program, group, BLOCK_N, True
     )
     sample = tl.load(row + FAMILY_FIRST_SAMPLE) + own_sample
@@ -454,17 +467,17 @@ def dkv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if ATTEND:
-        k_step = stride * k_stride_n
-        v_step = stride * v_stride_n
-        k_pointer = K + sample * k_stride_b + (k_start + first * stride) * k_stride_n + key_head * k_stride_h
-        v_pointer = V + sample * v_stride_b + (k_start + first * stride) * v_stride_n + key_head * v_stride_h
+        k_step = k_stride * k_stride_n
+        v_step = k_stride * v_stride_n
+        k_pointer = K + sample * k_stride_b + (k_start + first * k_stride) * k_stride_n + key_head * k_stride_h
+        v_pointer = V + sample * v_stride_b + (k_start + first * k_stride) * v_stride_n + key_head * v_stride_h
         k = load_block(k_pointer, block_offsets(k_step, BLOCK_N, BLOCK_D, WIDE), k_rows - first, D, BLOCK_N, BLOCK_D, True)
         v = load_block(v_pointer, block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE), k_rows - first, D, BLOCK_N, BLOCK_D, True)
         q_step = stride * q_stride_n
         dout_step = stride * dout_stride_n
         q_offsets = block_offsets(q_step, BLOCK_M, BLOCK_D, WIDE)
         dout_offsets = block_offsets(dout_step, BLOCK_M, BLOCK_D, WIDE)
-        k_positions = k_start + columns * stride
+        k_positions = k_start + columns * k_stride
 
         # Masked blocks of query rows: those that cross the diagonal, from row `begin` on, and the one that the tile's end
         # cuts.
@@ -476,7 +489,7 @@ def dkv_kernel(
         cut = tl.where(end < q_rows, 1, 0)
         k_originals = columns
         if ORDERED:  # every block is masked
-            k_originals = load_positions(POSITIONS, sample, N, k_start, stride, columns, inside, LAST)
+            k_originals = load_positions(POSITIONS, sample, N, k_start, k_stride, columns, inside, LAST)
             crossing = (q_rows + BLOCK_M - 1) // BLOCK_M
             cut = cut * 0
         for member in tl.range(0, group):
@@ -501,8 +514,14 @@ def dkv_kernel(
                     k_originals, TABLE, 0, 0, D, BLOCK_D, BLOCK_M, 0, False, DROPOUT, ORDERED, WIDE, PRECISION,
                 )  # fmt: skip
         dk *= scale
-    first_row = k_start + first * stride
-    positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(stride, BLOCK_N, WIDE)).to(tl.int32)
+    first_row = k_start + first * k_stride
+    positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(k_stride, BLOCK_N, WIDE)).to(tl.int32)
+    start = ((sample * M + first_row) * G + key_head) * D
+    offsets = block_offsets(k_stride * G * D, BLOCK_N, BLOCK_D, WIDE)
+    if RUNNING:
+        places = own_part_row(row, own_sample, key_head, G, tile) + first + tl.arange(0, BLOCK_N)
+        dk += load_sums(DK, start, offsets, inside, D, BLOCK_D) + load_parts(DK_PARTS, places, inside, D, BLOCK_D, IN_FOURS)
+        dv += load_sums(DV, start, offsets, inside, D, BLOCK_D) + load_parts(DV_PARTS, places, inside, D, BLOCK_D, IN_FOURS)
     batch_slice = tl.load(row + FAMILY_BATCH_SLICE)
     child = tl.load(row + FAMILY_FIRST_CHILD)
     for part in range(child, child + tl.load(row + FAMILY_CHILDREN)):
@@ -512,8 +531,6 @@ def dkv_kernel(
         dk += load_parts(DK_PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
         dv += load_parts(DV_PARTS, places, there & inside, D, BLOCK_D, IN_FOURS)
     if FINAL:
-        start = ((sample * M + first_row) * G + key_head) * D
-        offsets = block_offsets(stride * G * D, BLOCK_N, BLOCK_D, WIDE)
         store_block(DK, start, offsets, inside, dk, D, BLOCK_D)
         store_block(DV, start, offsets, inside, dv, D, BLOCK_D)
     else:

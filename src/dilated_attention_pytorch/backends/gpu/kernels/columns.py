@@ -34,6 +34,8 @@ FAMILY_WIDTH, LAYOUT_WIDTH, BLOCK_WIDTH = (tl.constexpr(len(x)) for x in (FAMILY
     FAMILY_OWN_NUMBER,
     FAMILY_FIRST_CHILD,
     FAMILY_CHILDREN,
+    FAMILY_K_ROW_STRIDE,
+    FAMILY_K_HEAD_ROW_STEP,
 ) = map(tl.constexpr, range(len(FAMILY_COLUMNS)))
 
 (

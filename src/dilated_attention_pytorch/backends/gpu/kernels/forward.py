@@ -17,6 +17,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.columns import (
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     LAST,
     LN_2,
+    LOG2_E,
     LOWEST,
     block_offsets,
     dropout_stream,
@@ -165,6 +166,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     ATTEND: tl.constexpr,  # compute attention, else only add partial results
     FINAL: tl.constexpr,  # write OUT, else partial results
+    RUNNING: tl.constexpr,  # merge the partial results of these tiles into OUT and LSE
     IN_FOURS: tl.constexpr,  # the order of columns of partial results that are read, see load_parts
     DROPOUT: tl.constexpr,
     ORDERED: tl.constexpr,  # a row sees the keys whose positions are not larger than its own
@@ -180,7 +182,7 @@ def forward_kernel(
     """
     program = tl.program_id(0)
     row = find_family(TABLE, families, program)
-    block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
+    block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, k_stride, causal = locate(
         row, program, group, BLOCK_M, False
     )
     sample = tl.load(row + FAMILY_FIRST_SAMPLE) + own_sample
@@ -199,8 +201,8 @@ def forward_kernel(
         q = load_block(q_pointer, block_offsets(q_step, BLOCK_M, BLOCK_D, WIDE), q_rows - first, D, BLOCK_M, BLOCK_D, True)
         if NEGATIVE:
             q = -q
-        k_step = stride * k_stride_n
-        v_step = stride * v_stride_n
+        k_step = k_stride * k_stride_n
+        v_step = k_stride * v_stride_n
         k_pointer = K + sample * k_stride_b + k_start * k_stride_n + key_head * k_stride_h
         v_pointer = V + sample * v_stride_b + k_start * v_stride_n + key_head * v_stride_h
         k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D, WIDE)
@@ -222,12 +224,12 @@ def forward_kernel(
         else:
             acc, m2, total = attend_keys(
                 acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
-                causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale, POSITIONS, sample, N,
+                causal, scale_log2, stream, q_positions, k_start, k_stride, threshold, keep_scale, POSITIONS, sample, N,
                 q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, False, DROPOUT, ORDERED, PRECISION,
             )  # fmt: skip
         acc, m2, total = attend_keys(
             acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
-            causal, scale_log2, stream, q_positions, k_start, stride, threshold, keep_scale, POSITIONS, sample, N,
+            causal, scale_log2, stream, q_positions, k_start, k_stride, threshold, keep_scale, POSITIONS, sample, N,
             q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, True, DROPOUT, ORDERED, PRECISION,
         )  # fmt: skip
         acc = acc / total[:, None]
@@ -236,6 +238,15 @@ def forward_kernel(
     d = tl.arange(0, BLOCK_D)
     first_row = q_start + first * stride
     positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
+    lse_pointers = LSE + (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M, WIDE)
+    out_start = ((sample * N + first_row) * H + head) * D
+    out_pointers = OUT + out_start + block_offsets(stride * H * D, BLOCK_M, BLOCK_D, WIDE)
+    if RUNNING:
+        m2 = tl.load(lse_pointers, mask=inside, other=-float("inf")) * LOG2_E
+        acc = tl.load(out_pointers, mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+        places = own_part_row(row, own_sample, head, H, tile) + first + tl.arange(0, BLOCK_M)
+        part_lse2 = tl.load(PARTS_LSE2 + places, mask=inside, other=-float("inf"))
+        acc, m2 = merge(acc, m2, load_parts(PARTS, places, inside, D, BLOCK_D, IN_FOURS), part_lse2)
     batch_slice = tl.load(row + FAMILY_BATCH_SLICE)
     child = tl.load(row + FAMILY_FIRST_CHILD)
     for part in range(child, child + tl.load(row + FAMILY_CHILDREN)):
@@ -245,9 +256,7 @@ def forward_kernel(
         part_out = load_parts(PARTS, places, there, D, BLOCK_D, IN_FOURS)
         acc, m2 = merge(acc, m2, part_out, part_lse2)
     if FINAL:
-        tl.store(LSE + (sample * H + head) * N + first_row + row_offsets(stride, BLOCK_M, WIDE), m2 * LN_2, mask=inside)
-        out_start = ((sample * N + first_row) * H + head) * D
-        out_pointers = OUT + out_start + block_offsets(stride * H * D, BLOCK_M, BLOCK_D, WIDE)
+        tl.store(lse_pointers, m2 * LN_2, mask=inside)
         tl.store(out_pointers, acc.to(OUT.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
     else:
         places = own_part_row(row, own_sample, head, H, tile) + first

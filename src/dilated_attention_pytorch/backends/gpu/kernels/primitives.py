@@ -17,6 +17,8 @@ from dilated_attention_pytorch.backends.gpu.kernels.columns import (
     FAMILY_HEAD_ROW_STEP,
     FAMILY_HEAD_STEP,
     FAMILY_HEADS,
+    FAMILY_K_HEAD_ROW_STEP,
+    FAMILY_K_ROW_STRIDE,
     FAMILY_K_ROWS,
     FAMILY_K_START,
     FAMILY_OWN_NUMBER,
@@ -88,14 +90,15 @@ def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, ROTA
     tile = index % tiles
     own_sample = index // tiles  # within its sequence
     key_head = tl.load(row + FAMILY_FIRST_HEAD) + a * tl.load(row + FAMILY_HEAD_STEP)
-    shift = tile * tl.load(row + FAMILY_TILE_STEP) + a * tl.load(row + FAMILY_HEAD_ROW_STEP)
-    q_start = tl.load(row + FAMILY_Q_START) + shift
-    k_start = tl.load(row + FAMILY_K_START) + shift
+    shift = tile * tl.load(row + FAMILY_TILE_STEP)
+    q_start = tl.load(row + FAMILY_Q_START) + shift + a * tl.load(row + FAMILY_HEAD_ROW_STEP)
+    k_start = tl.load(row + FAMILY_K_START) + shift + a * tl.load(row + FAMILY_K_HEAD_ROW_STEP)
     q_rows = tl.load(row + FAMILY_Q_ROWS).to(tl.int32)
     k_rows = tl.load(row + FAMILY_K_ROWS).to(tl.int32)
     stride = tl.load(row + FAMILY_ROW_STRIDE)
+    k_stride = tl.load(row + FAMILY_K_ROW_STRIDE)
     causal = tl.load(row + FAMILY_CAUSAL) != 0
-    return block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal
+    return block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, k_stride, causal
 
 
 @triton.jit

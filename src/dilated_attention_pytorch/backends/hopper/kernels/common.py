@@ -59,9 +59,9 @@ reshaped = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.share
 GROUPS = gl.constexpr(2)  # warp groups that compute 64 rows each
 ROWS = gl.constexpr(ITEM_ROWS)
 # What the producer writes for an item, and for each partial result to be added (see primitives.part_facts).
-FACTS = gl.constexpr(13)
+FACTS = gl.constexpr(14)
 FIRST, Q_ROWS, K_ROWS, CAUSAL, ZERO_KEYS, PLACE, LSE_PLACE, POSITION, STRIDE, CHILDREN = map(gl.constexpr, range(10))
-Q_AT, K_AT, V_AT = map(gl.constexpr, range(10, 13))
+Q_AT, K_AT, V_AT, K_STRIDE = map(gl.constexpr, range(10, 14))
 PART_FACTS = gl.constexpr(7)
 
 
@@ -69,7 +69,7 @@ PART_FACTS = gl.constexpr(7)
 def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr):
     """The row of the table and the tile and rows of an item: see primitives.locate."""
     row = find_family(TABLE, families, item)
-    block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, causal = locate(
+    block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, k_stride, causal = locate(
         row, item, group, ROWS, BY_KEYS, True
     )
     # 32 bits are enough for row numbers, and half the registers; addresses are computed with 64.
@@ -77,7 +77,8 @@ def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr):
     sample = (gl.load(row + FAMILY_FIRST_SAMPLE) + own_sample).to(gl.int32)
     heads = key_head * group + member, key_head
     starts = q_start.to(gl.int32), k_start.to(gl.int32)
-    return row, block * ROWS, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride.to(gl.int32), causal
+    strides = stride.to(gl.int32), k_stride.to(gl.int32)
+    return row, block * ROWS, heads, own_sample, sample, tile, starts, q_rows, k_rows, strides, causal
 
 
 @gluon.jit

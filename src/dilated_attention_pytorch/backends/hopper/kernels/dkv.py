@@ -148,13 +148,14 @@ def produce_dkv(
     item = gl.atomic_add(TAKEN, 1, sem="relaxed") if JOINT else gl.program_id(0)
     while item < items:
         if JOINT:
-            row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_turn(
+            row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, strides, causal = find_turn(
                 tables[0], families, items, item, group
             )
         else:
-            row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
+            row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, strides, causal = find_item(
                 tables[0], families, item, group, True
             )
+        stride, k_stride = strides
         result = result_row(row, own_sample, sample, heads[1], tile, starts[1], first, M, G, FINAL)
         if PARTS > 0:
             found = look_up_parts(tables, row, own_sample, heads[1], G, heads[1], G, parts, PARTS)
@@ -177,7 +178,8 @@ def produce_dkv(
             address(V, v_strides, sample, starts[1], heads[1]),
         )
         stride64 = stride.to(gl.int64)
-        kv_steps = stride64 * k_strides[1], stride64 * v_strides[1]
+        k_stride64 = k_stride.to(gl.int64)
+        kv_steps = k_stride64 * k_strides[1], k_stride64 * v_strides[1]
         steps = stride64 * q_strides[1], stride64 * dout_strides[1]
         for member in range(group):
             head = heads[1] * group + member

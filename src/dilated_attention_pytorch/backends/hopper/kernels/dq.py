@@ -105,9 +105,10 @@ def _produce_dq(
     counter = 0
     number = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
+        row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, strides, causal = find_item(
             tables[0], families, item, group, False
         )
+        stride, k_stride = strides
         place = result_row(row, own_sample, sample, heads[0], tile, starts[0], first, N, H, FINAL)
         if PARTS > 0:
             found = look_up_parts(tables, row, own_sample, heads[0], H, heads[1], G, parts, PARTS)
@@ -130,7 +131,8 @@ def _produce_dq(
             address(DOUT, dout_strides, sample, starts[0], heads[0]),
         )
         stride64 = stride.to(gl.int64)
-        steps = stride64 * q_strides[1], stride64 * k_strides[1], stride64 * v_strides[1], stride64 * dout_strides[1]
+        k_stride64 = k_stride.to(gl.int64)
+        steps = stride64 * q_strides[1], k_stride64 * k_strides[1], k_stride64 * v_strides[1], stride64 * dout_strides[1]
         rows_at = (sample.to(gl.int64) * H + heads[0]) * N + starts[0]
         own_statistics = LSE + rows_at, DELTA + rows_at
         if parity == 0:

@@ -20,6 +20,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import (
     GROUPS,
     K_AT,
     K_ROWS,
+    K_STRIDE,
     LSE_PLACE,
     PLACE,
     Q_AT,
@@ -87,7 +88,7 @@ def _look_ahead_pass(
     N, H, G, parts = sizes
     facts_full, done = bars[6], bars[7]
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal = find_item(
+        row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, strides, causal = find_item(
             tables[0], families, item, group, False
         )
         zero_keys = gl.load(row + FAMILY_ZERO_KEYS)
@@ -102,7 +103,8 @@ def _look_ahead_pass(
         leave(facts, slot, FIRST, first)
         leave(facts, slot, Q_ROWS, q_rows)
         leave(facts, slot, K_ROWS, k_rows)
-        leave(facts, slot, STRIDE, stride)
+        leave(facts, slot, STRIDE, strides[0])
+        leave(facts, slot, K_STRIDE, strides[1])
         leave(facts, slot, CAUSAL, causal)
         leave(facts, slot, ZERO_KEYS, zero_keys)
         leave(facts, slot, PLACE, place)
@@ -111,7 +113,7 @@ def _look_ahead_pass(
         leave(facts, slot, K_AT, element(k_strides, sample, starts[1], heads[1]))
         leave(facts, slot, V_AT, element(v_strides, sample, starts[1], heads[1]))
         if PARTS > 0:
-            leave_parts(facts, slot, row, starts[0], first, stride, found)
+            leave_parts(facts, slot, row, starts[0], first, strides[0], found)
         mbarrier.arrive(facts_full.index(slot), count=1)
         number += 1
     return number
@@ -149,11 +151,12 @@ def _produce_pass(
         k_rows = known(facts, slot, K_ROWS, 1).to(gl.int32)
         causal = known(facts, slot, CAUSAL, 1) != 0
         stride = known(facts, slot, STRIDE, 1)
+        k_stride = known(facts, slot, K_STRIDE, 1)
         q_at = Q + known(facts, slot, Q_AT, 1)
         k_at = K + known(facts, slot, K_AT, 1)
         v_at = V + known(facts, slot, V_AT, 1)
         blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N)
-        steps = stride * row_strides[0], stride * row_strides[1], stride * row_strides[2]
+        steps = stride * row_strides[0], k_stride * row_strides[1], k_stride * row_strides[2]
         if slot == 0:
             counter = _load_item(
                 q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,

@@ -50,7 +50,8 @@ CHUNK = gl.constexpr(2)  # blocks of query rows that have one counter, as many r
 
 @gluon.jit
 def _multiply(
-    items, group, k_smem, dq_smem, facts, bars, handed, dq_bars, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr
+    items, group, scale, k_smem, dq_smem, facts, bars, handed, dq_bars,
+    BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """dq of the query rows of each block, by the keys of an item, into shared memory."""
     rows_full, rows_empty = bars[:2]
@@ -79,6 +80,8 @@ def _multiply(
                 k = k_smem.index(which).permute((1, 0))
                 dq = warpgroup_mma(k, ds_smem.index(place * GROUPS + which), dq, use_acc=which > 0, is_async=True)
             dq = warpgroup_mma_wait(0, deps=(dq,))
+            if SCALED:
+                dq = dq * scale
             mbarrier.arrive(empty.index(place), count=1)
             place = counter % DQ_PLACES
             mbarrier.wait(dq_empty.index(place), (counter // DQ_PLACES & 1) ^ 1)
@@ -165,8 +168,9 @@ def joint_kernel(
     N, M, H, G, group, parts, scale_log2, scale,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
     HELD: gl.constexpr, PARTS: gl.constexpr,
+    SCALED: gl.constexpr,  # dq is multiplied by ``scale`` before it is added
 ):  # fmt: skip
-    """dk and dv of the items of a table, as dkv_kernel, and dq without ``scale`` of all rows that see them.
+    """dk and dv of the items of a table, as dkv_kernel, and dq of all rows that see them.
 
     For tables of which no two tiles have the same query row.
     """
@@ -191,7 +195,7 @@ def joint_kernel(
     gl.warp_specialize([
         (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, handed, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, True)),
         (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, handed, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, True)),
-        (_multiply, (items, group, smem[0], dq_smem, facts, bars, handed, dq_bars, BLOCK_D, BLOCK_M)),
+        (_multiply, (items, group, scale, smem[0], dq_smem, facts, bars, handed, dq_bars, BLOCK_D, BLOCK_M, SCALED)),
         (_add, (SUMS, TURNS, items, group, H, dq_smem, facts, bars, dq_bars, D, BLOCK_D, BLOCK_M, PARTS)),
         (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, TAKEN + number, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, True)),
     ], [4, 4, 1, 1], [208, 64, 32, 32])  # fmt: skip

@@ -28,6 +28,8 @@ from dilated_attention_pytorch.backends.gpu.kernels.columns import (
     FAMILY_HEAD_ROW_STEP,
     FAMILY_HEAD_STEP,
     FAMILY_HEADS,
+    FAMILY_K_HEAD_ROW_STEP,
+    FAMILY_K_ROW_STRIDE,
     FAMILY_K_ROWS,
     FAMILY_K_START,
     FAMILY_Q_ROWS,
@@ -82,14 +84,16 @@ def find_turn(TABLE, families, items, item, group):
     tile = index % tiles
     own_sample = index // tiles
     key_head = (gl.load(row + FAMILY_FIRST_HEAD) + a * gl.load(row + FAMILY_HEAD_STEP)).to(gl.int32)
-    shift = tile * gl.load(row + FAMILY_TILE_STEP) + a * gl.load(row + FAMILY_HEAD_ROW_STEP)
-    starts = (gl.load(row + FAMILY_Q_START) + shift).to(gl.int32), (gl.load(row + FAMILY_K_START) + shift).to(gl.int32)
+    shift = tile * gl.load(row + FAMILY_TILE_STEP)
+    q_start = gl.load(row + FAMILY_Q_START) + shift + a * gl.load(row + FAMILY_HEAD_ROW_STEP)
+    k_start = gl.load(row + FAMILY_K_START) + shift + a * gl.load(row + FAMILY_K_HEAD_ROW_STEP)
+    starts = q_start.to(gl.int32), k_start.to(gl.int32)
     sample = (gl.load(row + FAMILY_FIRST_SAMPLE) + own_sample).to(gl.int32)
     q_rows = gl.load(row + FAMILY_Q_ROWS).to(gl.int32)
-    stride = gl.load(row + FAMILY_ROW_STRIDE).to(gl.int32)
+    strides = gl.load(row + FAMILY_ROW_STRIDE).to(gl.int32), gl.load(row + FAMILY_K_ROW_STRIDE).to(gl.int32)
     causal = gl.load(row + FAMILY_CAUSAL) != 0
     both = key_head * group, key_head
-    return row, own * ROWS, both, own_sample, sample, tile, starts, q_rows, k_rows, stride, causal
+    return row, own * ROWS, both, own_sample, sample, tile, starts, q_rows, k_rows, strides, causal
 
 
 @gluon.constexpr_function
