@@ -1,0 +1,352 @@
+"""The tiles of a message through the fused kernels: exactness on ranks that share one GPU, and rates without communication.
+
+    PYTHONPATH=src python3 benchmarks/messages_gpu.py [--skip-check] [--skip-rates] [--out FILE]
+
+``check`` compares 2 and 4 ranks over gloo with one device: errors against float64, in units of the error of the same
+backend on one device. ``rates`` times one message of a rank that holds ``tokens`` rows: all query rows of the rank with
+``rows`` packed keys of each head. ``one device`` is the same backend on as many rows in segments of ``rows`` keys, with the
+same number of pairs. ``stock`` is the message through PyTorch's operators. Rates are TFLOP/s on the pairs of the
+tiles, median of five runs after one that is not counted: 4 D operations for a pair forward, 10 D backward. What a call
+computes once for all messages (delta) is not counted on either side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, SparsePatternConfig, attention
+from dilated_attention_pytorch.backends import find, stock_kernel
+from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.distributed import Shards
+from dilated_attention_pytorch.distributed.executor import RankCall
+from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, _received
+from dilated_attention_pytorch.distributed.rank_plans import dilated_plan
+from dilated_attention_pytorch.execute import loop
+from dilated_attention_pytorch.execute.loop import RowGradients
+from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.values import Inputs, Options, Saved
+
+GPU = torch.device("cuda")
+TOKENS = 2600  # of the comparison with float64
+PAPER = Dilated([64, 256, 1024, 4096], [1, 4, 16, 64])
+DILATED = {"paper": PAPER, **{f"w = N, r = {r}": Dilated([4096], [r]) for r in (1, 2, 4)}}
+WINDOW = BlockSparse.from_config(SparsePatternConfig("local_window", 0.3, block_size=128))
+
+
+class Case(NamedTuple):
+    """A ring to be compared with one device."""
+
+    name: str
+    pattern: Dilated | BlockSparse
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 64
+    backend: str = "hopper"
+    causal: bool = False
+    layout: str = "contiguous"
+    bucket: int | None = 256
+    at_once: bool | None = None  # all gradients by one kernel; None chooses as always
+
+
+def cases() -> dict[str, list[Case]]:
+    """By the kernels that they need, which are compiled in processes of their own at the same time."""
+    one = [Case(name, DILATED[name]) for name in DILATED]
+    zigzag = [Case(name, DILATED[name], causal=True, layout="zigzag") for name in DILATED]
+    return {
+        "apart": [*one, Case("paper", PAPER, causal=True), *zigzag],
+        "at once": [
+            Case("paper, at once", PAPER, at_once=True),
+            Case("paper, at once", PAPER, causal=True, at_once=True),
+            Case("w = N, r = 2, at once", DILATED["w = N, r = 2"], causal=True, layout="zigzag", at_once=True),
+        ],
+        "128": [Case("paper, one message", PAPER, head_dim=128, bucket=None)],
+        "float32": [
+            Case(name, DILATED[name], torch.float32, backend="triton", causal=name == "paper") for name in DILATED
+        ],
+        "blocks": [Case("window", WINDOW, backend="auto", causal=causal, bucket=None) for causal in (False, True)],
+    }
+
+
+def results(pattern: Dilated | BlockSparse, tensors: list[torch.Tensor], **options: object) -> list[torch.Tensor]:
+    *inputs, dout = (x.clone().requires_grad_() for x in tensors)
+    out = attention(*inputs, pattern, **options)
+    return [x.detach().double() for x in (out, *torch.autograd.grad(out, inputs, dout))]
+
+
+def check(rank: int, world: int, folder: str, kinds: list[str]) -> None:
+    """Compare the cases of these kinds."""
+    file, timeout = f"file://{folder}/{world}{kinds[0]}", timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=world, timeout=timeout)
+    from dilated_attention_pytorch.backends.hopper import configs, run
+
+    chosen = run.joint_config
+    lengths = [TOKENS // world + (7 if p == 0 else 0) - (7 if p == world - 1 else 0) for p in range(world)]
+    worst = 0.0
+    for case in (case for kind in kinds for case in cases()[kind]):
+        generator = torch.Generator(GPU).manual_seed(0)
+        shape = (2, sum(lengths), 4, case.head_dim)
+        whole = [torch.randn(shape, generator=generator, device=GPU, dtype=case.dtype) for _ in range(4)]
+        chunks = Shards.of(lengths, case.layout).chunks[rank]
+        own = torch.cat([torch.arange(x.start, x.stop, device=GPU) for x in chunks])
+        run.joint_config = (lambda _, d: configs.configs(d).joint) if case.at_once else chosen
+        options = {"is_causal": case.causal}
+        exact = results(case.pattern, [x.double() for x in whole], backend="reference", **options)
+        options["backend"] = case.backend
+        one = results(case.pattern, whole, **options)
+        options["group"] = Sharding(dist.group.WORLD, case.layout, case.bucket, transport="ring")
+        ring, again = (results(case.pattern, [x[:, own] for x in whole], **options) for _ in range(2))
+        errors = []
+        for a, m, e in zip(ring, one, exact, strict=True):
+            errors.append(float((a - e[:, own]).norm()) / float((m[:, own] - e[:, own]).norm()))
+        same = all(torch.equal(a, b) for a, b in zip(ring, again, strict=True))
+        gathered = [torch.zeros(5) for _ in range(world)]
+        dist.all_gather(gathered, torch.tensor([*errors, float(same)]))
+        every = torch.stack(gathered)
+        worst = max(worst, float(every[:, :4].max()))
+        if rank == 0:
+            shown = " ".join(f"{x:.2f}" for x in every[:, :4].max(0).values.tolist())
+            kind = f"{str(case.dtype)[6:]}, D={case.head_dim}, {'causal' if case.causal else 'full'}, {case.layout}"
+            repeat = "" if every[:, 4].min() == 1.0 else ", DIFFERENT BITS IN TWO RUNS"
+            mark = "" if every[:, :4].max() < 2.0 else "  <-- TOO LARGE"
+            print(f"{world} ranks, {case.name}, {kind}: {shown}{repeat}{mark}", flush=True)
+        run.joint_config = chosen
+    dist.destroy_process_group()
+    assert worst < 2.0, f"an error is {worst:.2f} times that of one device"
+
+
+def check_all() -> bool:
+    """All cases on 2 ranks, which compile what they need at the same time, then on 4."""
+    passed = True
+    with tempfile.TemporaryDirectory() as folder:
+        for world, together in ((2, [[kind] for kind in cases()]), (4, [list(cases())])):
+            running = [mp.spawn(check, (world, folder, kinds), nprocs=world, join=False) for kinds in together]
+            for one in running:
+                try:
+                    while not one.join():
+                        pass
+                except mp.ProcessRaisedException as error:
+                    print(error, flush=True)
+                    passed = False
+    return passed
+
+
+def median_ms(call: Callable[[], object], repeats: int = 5) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)  # launches are queued behind it
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return sorted(times)[len(times) // 2]
+
+
+class MessageCase:
+    """A message of a rank with its buffers, and the same pairs on one device."""
+
+    def __init__(self, rows: int, rate: int, head_dim: int, heads: int = 8, world: int = 2) -> None:
+        self.rows, self.rate, self.head_dim, self.heads = rows, rate, head_dim, heads
+        self.tokens = max(2**16, rows * rate)
+        self.scale = head_dim**-0.5
+        n = world * self.tokens
+        self.shards = Shards.even(n, world, "contiguous")
+        problem = Problem(Dilated([n], [rate]), False, 1, n, n, heads, heads)
+        self.plan = dilated_plan(problem, self.shards, 0, rows)
+        self.step = FusedStep(OwnRows.of(problem, self.shards, 0), "hopper")
+        generator = torch.Generator(GPU).manual_seed(0)
+        shape = (1, self.tokens, heads, head_dim)
+        self.query, self.key, self.value, self.dout = (
+            torch.randn(shape, generator=generator, device=GPU, dtype=torch.bfloat16) for _ in range(4)
+        )
+        self.inputs = Inputs(self.query, self.key, self.value)
+        self.message = next(received for _, received in self.plan.ticks if received is not None)
+        size = self.message.numel(head_dim)
+        self.flat = torch.randn(size, generator=generator, device=GPU, dtype=torch.bfloat16)
+        self.returning = torch.zeros(size, device=GPU)
+        tiles = _received(self.plan, self.message.tick, self.step.sizes).tiles
+        self.pairs = sum(f.pairs for x in tiles for f in x.families)
+
+    def rates(self, ms: tuple[float, float]) -> list[float]:
+        return [k * self.head_dim * self.pairs / t / 1e9 for k, t in zip((4, 10), ms, strict=True)]
+
+    def fused(self) -> tuple[float, float]:
+        sums = self.step.sums(self.query)
+        forward = median_ms(
+            lambda: self.step.attend_message_(self.plan, self.message, self.flat, self.inputs, sums, self.scale)
+        )
+        out, lse = sums.results(torch.bfloat16)
+        rows = RowGradients.of(Saved(out, lse, self.dout))
+        grads = Inputs(*(torch.zeros(x.shape, device=GPU) for x in self.inputs))
+        gradients = self.step.gradients(self.plan, self.inputs, rows, grads, self.scale)
+
+        def backward() -> None:
+            gradients.add_message_(self.message, self.flat, self.returning.zero_())
+
+        return forward, median_ms(backward)
+
+    def one_device(self) -> tuple[float, float]:
+        w, n = self.rows * self.rate, self.tokens
+        problem = Problem(Dilated([w], [self.rate]), False, 1, n, n, self.heads, self.heads)
+        kernels, options = find("hopper"), Options(self.scale)
+        forward = median_ms(lambda: kernels.forward(problem, self.inputs, options))
+        saved = Saved(*kernels.forward(problem, self.inputs, options), self.dout)
+        statistics = kernels.row_statistics(problem, saved, options)
+        arguments = problem, self.inputs, self.dout, statistics, options
+        return forward, median_ms(lambda: kernels.gradients(*arguments))
+
+    def stock(self) -> tuple[float, float]:
+        kernel, d = stock_kernel("sdpa", Request.like(self.query)), self.head_dim
+        call = RankCall(self.plan, (), None, 1, kernel, Options(self.scale), torch.float32)
+        how, sums = call.stock(self.query), loop.Sums.like(self.query)
+        grads = Inputs(*(torch.zeros(x.shape, device=GPU) for x in self.inputs))
+
+        def attend() -> None:
+            for step, key, value in self.message.steps(self.flat, d):
+                own = loop.Sums(sums.out[step.queries], sums.lse_bnh[step.queries])
+                tiles = step.tiles(call.options)
+                loop.attend_(tiles, Inputs(self.query[step.queries], key, value), own, how)
+
+        forward = median_ms(attend, 3)
+        out, lse = sums.results(torch.bfloat16)
+        rows = RowGradients.of(Saved(out, lse, self.dout))
+
+        def add() -> None:
+            both = zip(self.message.steps(self.flat, d), self.message.steps(self.returning.zero_(), d), strict=True)
+            for (step, key, value), (_, dk, dv) in both:
+                at, tiles = step.queries, step.tiles(call.options)
+                inputs, own_grads = Inputs(self.query[at], key, value), Inputs(grads.query[at], dk, dv)
+                loop.add_gradients_(tiles, inputs, rows.at(at), own_grads, how)
+
+        return forward, median_ms(add, 3)
+
+
+RATES = [(rows, rate, d) for d in (64, 128) for rows in (16384, 65536) for rate in (1, 4)] + [(2048, 16, 64)]
+
+
+def rates(self, ms: tuple[float, float]) -> list[float]:
+        return [k * self.head_dim * self.pairs / t / 1e9 for k, t in zip((4, 10), ms, strict=True)]
+
+    def fused(self) -> tuple[float, float]:
+        sums = self.step.sums(self.query)
+        forward = median_ms(
+            lambda: self.step.attend_message_(self.plan, self.message, self.flat, self.inputs, sums, self.scale)
+        )
+        out, lse = sums.results(torch.bfloat16)
+        rows = RowGradients.of(Saved(out, lse, self.dout))
+        grads = Inputs(*(torch.zeros(x.shape, device=GPU) for x in self.inputs))
+        gradients = self.step.gradients(self.plan, self.inputs, rows, grads, self.scale)
+
+        def backward() -> None:
+            gradients.add_message_(self.message, self.flat, self.returning.zero_())
+
+        return forward, median_ms(backward)
+
+    def one_device(self) -> tuple[float, float]:
+        w, n = self.rows * self.rate, self.tokens
+        problem = Problem(Dilated([w], [self.rate]), False, 1, n, n, self.heads, self.heads)
+        kernels, options = find("hopper"), Options(self.scale)
+        forward = median_ms(lambda: kernels.forward(problem, self.inputs, options))
+        saved = Saved(*kernels.forward(problem, self.inputs, options), self.dout)
+        statistics = kernels.row_statistics(problem, saved, options)
+        arguments = problem, self.inputs, self.dout, statistics, options
+        return forward, median_ms(lambda: kernels.gradients(*arguments))
+
+    def stock(self) -> tuple[float, float]:
+        kernel, d = stock_kernel("sdpa", Request.like(self.query)), self.head_dim
+        call = RankCall(self.plan, (), None, 1, kernel, Options(self.scale), torch.float32)
+        how, sums = call.stock(self.query), loop.Sums.like(self.query)
+        grads = Inputs(*(torch.zeros(x.shape, device=GPU) for x in self.inputs))
+
+        def attend() -> None:
+            for step, key, value in self.message.steps(self.flat, d):
+                own = loop.Sums(sums.out[step.queries], sums.lse_bnh[step.queries])
+                tiles = step.tiles(call.options)
+                loop.attend_(tiles, Inputs(self.query[step.queries], key, value), own, how)
+
+        forward = median_ms(attend, 3)
+        out, lse = sums.results(torch.bfloat16)
+        rows = RowGradients.of(Saved(out, lse, self.dout))
+
+        def add() -> None:
+            both = zip(self.message.steps(self.flat, d), self.message.steps(self.returning.zero_(), d), strict=True)
+            for (step, key, value), (_, dk, dv) in both:
+                at, tiles = step.queries, step.tiles(call.options)
+                inputs, own_grads = Inputs(self.query[at], key, value), Inputs(grads.query[at], dk, dv)
+                loop.add_gradients_(tiles, inputs, rows.at(at), own_grads, how)
+
+        return forward, median_ms(add, 3)
+
+
+RATES = [(rows, rate, d) for d in (64, 128) for rows in (16384, 65536) for rate in (1, 4)] + [(2048, 16, 64)]
+
+
+def warm_up(number: int) -> None:
+    """Compile what is measured, several kernels at the same time; they stay on disk."""
+    from dilated_attention_pytorch.backends.hopper import configs, run
+
+    chosen = run.joint_config
+    head_dim, at_once = ((64, True), (64, False), (128, False))[number]
+    run.joint_config = lambda _, d: configs.configs(d).joint if at_once else None
+    case = MessageCase(2048, 4, head_dim)
+    for call in (case.fused, case.one_device):
+        call()
+    run.joint_config = chosen
+
+
+def rates() -> list[dict]:
+    from dilated_attention_pytorch.backends.hopper import configs, run
+
+    found = []
+    print("| rows | rate | D | forward: one device, message, stock | ratio | backward | ratio | apart | at once |")
+    print("|" + " --- |" * 9)
+    for rows, rate, head_dim in RATES:
+        case, chosen = MessageCase(rows, rate, head_dim), run.joint_config
+        one, own, stock = (case.rates(call()) for call in (case.one_device, case.fused, case.stock))
+        row = {"rows": rows, "rate": rate, "head_dim": head_dim, "one_device": one, "message": own, "stock": stock}
+        for name, config in (("apart", None), ("at_once", configs.configs(head_dim).joint)):
+            run.joint_config = lambda _, d, config=config: config
+            row[name] = case.rates(case.fused())[1] if config or name == "apart" else None
+        run.joint_config = chosen
+        row["ratios"] = [a / b for a, b in zip(own, one, strict=True)]
+        found.append(row)
+        shown = [f"{a:.0f}, {b:.0f}, {c:.0f} | {b / a:.3f}" for a, b, c in zip(one, own, stock, strict=True)]
+        others = [f"{row[name]:.0f}" if row[name] else "" for name in ("apart", "at_once")]
+        print("| " + " | ".join([str(rows), str(rate), str(head_dim), *shown, *others]) + " |", flush=True)
+        del case
+        torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--skip-check", action="store_true")
+    parser.add_argument("--skip-rates", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo,lo,lo,lo")
+    passed = options.skip_check or check_all()
+    table = [] if options.skip_rates else rates()
+    if options.out is not None:
+        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        answer = {"machine": machine, "version": dilated_attention_pytorch.__version__, "rows": table}
+        options.out.write_text(json.dumps(answer, indent=1) + "\n")
+    sys.exit(not passed)
+
+
+if __name__ == "__main__":
+    main()
