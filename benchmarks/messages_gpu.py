@@ -72,9 +72,7 @@ def cases() -> dict[str, list[Case]]:
             Case("w = N, r = 2, at once", DILATED["w = N, r = 2"], causal=True, layout="zigzag", at_once=True),
         ],
         "128": [Case("paper, one message", PAPER, head_dim=128, bucket=None)],
-        "float32": [
-            Case(name, DILATED[name], torch.float32, backend="triton", causal=name == "paper") for name in DILATED
-        ],
+        "float32": [Case(name, DILATED[name], torch.float32, backend="triton", causal=name == "paper") for name in DILATED],
         "blocks": [Case("window", WINDOW, backend="auto", causal=causal, bucket=None) for causal in (False, True)],
     }
 
@@ -236,76 +234,6 @@ class MessageCase:
 
 
 RATES = [(rows, rate, d) for d in (64, 128) for rows in (16384, 65536) for rate in (1, 4)] + [(2048, 16, 64)]
-
-
-def rates(self, ms: tuple[float, float]) -> list[float]:
-        return [k * self.head_dim * self.pairs / t / 1e9 for k, t in zip((4, 10), ms, strict=True)]
-
-    def fused(self) -> tuple[float, float]:
-        sums = self.step.sums(self.query)
-        forward = median_ms(
-            lambda: self.step.attend_message_(self.plan, self.message, self.flat, self.inputs, sums, self.scale)
-        )
-        out, lse = sums.results(torch.bfloat16)
-        rows = RowGradients.of(Saved(out, lse, self.dout))
-        grads = Inputs(*(torch.zeros(x.shape, device=GPU) for x in self.inputs))
-        gradients = self.step.gradients(self.plan, self.inputs, rows, grads, self.scale)
-
-        def backward() -> None:
-            gradients.add_message_(self.message, self.flat, self.returning.zero_())
-
-        return forward, median_ms(backward)
-
-    def one_device(self) -> tuple[float, float]:
-        w, n = self.rows * self.rate, self.tokens
-        problem = Problem(Dilated([w], [self.rate]), False, 1, n, n, self.heads, self.heads)
-        kernels, options = find("hopper"), Options(self.scale)
-        forward = median_ms(lambda: kernels.forward(problem, self.inputs, options))
-        saved = Saved(*kernels.forward(problem, self.inputs, options), self.dout)
-        statistics = kernels.row_statistics(problem, saved, options)
-        arguments = problem, self.inputs, self.dout, statistics, options
-        return forward, median_ms(lambda: kernels.gradients(*arguments))
-
-    def stock(self) -> tuple[float, float]:
-        kernel, d = stock_kernel("sdpa", Request.like(self.query)), self.head_dim
-        call = RankCall(self.plan, (), None, 1, kernel, Options(self.scale), torch.float32)
-        how, sums = call.stock(self.query), loop.Sums.like(self.query)
-        grads = Inputs(*(torch.zeros(x.shape, device=GPU) for x in self.inputs))
-
-        def attend() -> None:
-            for step, key, value in self.message.steps(self.flat, d):
-                own = loop.Sums(sums.out[step.queries], sums.lse_bnh[step.queries])
-                tiles = step.tiles(call.options)
-                loop.attend_(tiles, Inputs(self.query[step.queries], key, value), own, how)
-
-        forward = median_ms(attend, 3)
-        out, lse = sums.results(torch.bfloat16)
-        rows = RowGradients.of(Saved(out, lse, self.dout))
-
-        def add() -> None:
-            both = zip(self.message.steps(self.flat, d), self.message.steps(self.returning.zero_(), d), strict=True)
-            for (step, key, value), (_, dk, dv) in both:
-                at, tiles = step.queries, step.tiles(call.options)
-                inputs, own_grads = Inputs(self.query[at], key, value), Inputs(grads.query[at], dk, dv)
-                loop.add_gradients_(tiles, inputs, rows.at(at), own_grads, how)
-
-        return forward, median_ms(add, 3)
-
-
-RATES = [(rows, rate, d) for d in (64, 128) for rows in (16384, 65536) for rate in (1, 4)] + [(2048, 16, 64)]
-
-
-def warm_up(number: int) -> None:
-    """Compile what is measured, several kernels at the same time; they stay on disk."""
-    from dilated_attention_pytorch.backends.hopper import configs, run
-
-    chosen = run.joint_config
-    head_dim, at_once = ((64, True), (64, False), (128, False))[number]
-    run.joint_config = lambda _, d: configs.configs(d).joint if at_once else None
-    case = MessageCase(2048, 4, head_dim)
-    for call in (case.fused, case.one_device):
-        call()
-    run.joint_config = chosen
 
 
 def rates() -> list[dict]:
