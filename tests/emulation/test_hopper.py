@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oracle
-from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, attention
+from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, Shards, attention
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine"),
@@ -194,11 +194,12 @@ def test_any_problem(data, install):
         assert error < 2e-6 * (size + float(x[3].norm())), f"{name}: {error}"
 
 
-def check_own_rows(group, is_causal: bool) -> None:
+def check_ring(group, is_causal: bool, layout: str, at_once: bool) -> None:
     import gluon_on_cpu
     from dilated_attention_pytorch.backends.hopper import configs, run
 
-    pattern, own = Dilated([96, 400], [1, 4]), slice(0, 240) if dist.get_rank() == 0 else slice(240, 400)
+    pattern, (first, *rest) = Dilated([96, 400], [1, 4]), Shards.of([240, 160], layout).chunks[dist.get_rank()]
+    own = [*first, *(row for chunk in rest for row in chunk)]
     whole = torch.randn(4, 2, 400, 4, 64, generator=torch.Generator().manual_seed(0))
 
     def gradients(*tensors, **options):
@@ -208,20 +209,26 @@ def check_own_rows(group, is_causal: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         launched = gluon_on_cpu.installed(patch, programs=2, element="bfloat16")
-        patch.setattr(run, "joint_config", lambda _, head_dim: configs.configs(head_dim).joint)
+        patch.setattr(run, "joint_config", lambda _, head_dim: configs.configs(head_dim).joint if at_once else None)
         exact = gradients(*whole.double(), backend="reference", is_causal=is_causal)
-        options = {"group": Sharding(group, transport="ring"), "backend": "hopper", "is_causal": is_causal}
+        options = {
+            "group": Sharding(group, layout, bucket_size=30, transport="ring"),
+            "backend": "hopper",
+            "is_causal": is_causal,
+        }
         actual = gradients(*(x[:, own] for x in whole), **options)
         for name, a, e in zip(("out", "dq", "dk", "dv"), actual, exact, strict=True):
             error = float((a - e[:, own]).norm() / e[:, own].norm())
             assert error < 2e-6, f"{name}: {error}"
-        assert set(launched) == {"forward_kernel", "joint_kernel"}
+        assert set(launched) == {"forward_kernel", *(["joint_kernel"] if at_once else ["dq_kernel", "dkv_kernel"])}
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_own_rows_of_ranks(on_ranks, is_causal):
-    """A rank's own queries with its own keys by Hopper kernels, all gradients at once; the rest by stock operators."""
-    on_ranks(2, check_own_rows, is_causal)
+@pytest.mark.parametrize(
+    ("is_causal", "layout", "at_once"), [(False, "contiguous", True), (True, "contiguous", False), (True, "zigzag", True)]
+)
+def test_rings(on_ranks, is_causal, layout, at_once):
+    """All tiles of ranks by Hopper kernels: own rows, chunks with each other, several messages of two branches."""
+    on_ranks(2, check_ring, is_causal, layout, at_once)
 
 
 def test_mistakes_are_found():
