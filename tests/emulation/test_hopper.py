@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oracle
-from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, Shards, attention
+from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, attention
+from dilated_attention_pytorch.distributed import Shards
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine"),
