@@ -33,6 +33,7 @@ CACHES = (
     Cache("backends.gpu.launch_plan", "_launch_plan", "launch tables on a device, with the launches over them"),
     Cache("backends.gpu.launch_plan", "_running_plan", "launch tables of messages, and of pairs of a rank's chunks"),
     Cache("backends.gpu.block_tables", "_tables", "block tables on a device"),
+    Cache("backends.gpu.block_tables", "_running_tables", "block tables of messages, and of a rank's own chunks"),
     Cache("backends.gpu.launch", "launch_cache", "launches without tables, by kernel and arguments"),
     Cache("backends.hopper.configs", "_extent", "pairs and rows of a problem, by which the joint backward is chosen"),
     Cache("backends.hopper.persistent", "multiprocessors", "the number of multiprocessors of a device"),
@@ -43,6 +44,8 @@ CACHES = (
     Cache("distributed.own_rows", "_plans_of_chunks", "the same for several chunks"),
     Cache("distributed.own_rows", "_received", "the tiles of a rank's queries with the rows of a message"),
     Cache("distributed.own_rows", "_across", "the tiles between different chunks of a rank"),
+    Cache("distributed.own_rows", "_own_blocks", "the block lists of a rank's queries with its own keys"),
+    Cache("distributed.own_rows", "_begin_with_blocks", "whether chunks begin with blocks"),
     Cache("distributed.cost", "_most_bytes", "the most bytes that a rank of a plan receives"),
 )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, attention, explain
+from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, SparsePatternConfig, attention, explain
 from dilated_attention_pytorch.backends.hopper.backend import HopperBackend
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.backends.triton.backend import TRITON
@@ -53,7 +53,8 @@ def check(group, case, layout) -> None:
     doubles = [x.detach().double().requires_grad_() for x in whole]
     expected = run(lambda *x: attention(*x, pattern, backend="reference", **options), doubles, dout.double(), weights)
     local = [x.detach()[:, own].clone().requires_grad_() for x in whole]
-    sharded = {"group": Sharding(group, layout, bucket_size=16, transport="ring"), "backend": "triton"}
+    bucket_size = 16 if isinstance(pattern, Dilated) else None
+    sharded = {"group": Sharding(group, layout, bucket_size, transport="ring"), "backend": "triton"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "attend_", None)  # no stock operator computes a tile
         patch.setattr(loop, "add_gradients_", None)
@@ -61,6 +62,24 @@ def check(group, case, layout) -> None:
     for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
         part = e[..., own] if name == "lse" else e[:, own]
         torch.testing.assert_close(a.double(), part, rtol=2e-5, atol=5e-6, msg=lambda m, name=name: f"{case} {name}: {m}")
+
+
+MASK = torch.rand(8, 8, generator=torch.Generator().manual_seed(3)) < 0.4
+WINDOW = BlockSparse.from_config(SparsePatternConfig("local_window", 0.4, block_size=16))
+# Chunks that begin with a block and chunks that do not, of three ranks.
+BLOCK_CASES = [
+    (BlockSparse.custom(MASK, block_size=16), (48, 32, 40), 4, 2, False, {}),
+    (WINDOW, (40, 27, 50), 2, 2, True, {}),
+    (WINDOW, (48, 32, 40), 2, 1, True, {"lengths": [120, 70]}),
+    (WINDOW, (32, 50, 30), 2, 2, False, {"cu_seqlens": [0, 70, 112]}),
+    (BlockSparse.custom(MASK, block_size=16), (48, 33, 40), 2, 2, True, {}),
+]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda case: f"{case[1]}-{case[5]}")
+def test_blocks_are_those_of_one_device(on_ranks, case, layout):
+    on_ranks(3, check, case, layout)
 
 
 def on_a_hopper_gpu(patch: pytest.MonkeyPatch) -> list[str]:

@@ -71,6 +71,7 @@ FLOAT = (
     "DK_PARTS",
     "DV_PARTS",
     "LSE",
+    "LAST_LSE",
     "DELTA",
     "PART_OUT",
     "PART_LSE2",
@@ -131,6 +132,7 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
         "BLOCK_N": block_n,
         "BLOCK_SIZE": block_size,
         "CAUSAL": causal,
+        "RUNNING": False,
         "DROPOUT": False,
         "WIDE": False,
         "PRECISION": "tf32" if size == 2 else shipped.float32,
@@ -165,7 +167,7 @@ def hopper_usage(
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options, RESULTS if single_results else ())
 
 
-def hopper_block_usage(kernel, head_dim, block_size, causal, group):
+def hopper_block_usage(kernel, head_dim, block_size, causal, group, running=False):
     config = getattr(hopper_configs.configs(head_dim), kernel)
     constants = {
         "D": head_dim,
@@ -175,6 +177,7 @@ def hopper_block_usage(kernel, head_dim, block_size, causal, group):
         "HELD": config.held,
         "BLOCK_SIZE": block_size,
         "CAUSAL": causal,
+        "RUNNING": running,
     }
     if group == 1:  # as Triton specialises it
         constants["group"] = 1

@@ -6,6 +6,7 @@ tables have it. The tiles between different chunks, and between own queries and 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -15,11 +16,17 @@ from torch import Tensor
 
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.gpu.backend import TableBackend
-from dilated_attention_pytorch.backends.gpu.running import RunningProblem, RunningTiles, running_tiles
+from dilated_attention_pytorch.backends.gpu.running import (
+    BlockSpan,
+    RunningBlocks,
+    RunningProblem,
+    RunningTiles,
+    running_tiles,
+)
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import Call, Sharding, check_blocks_fit
 from dilated_attention_pytorch.distributed.messages import Message, RankPlan
-from dilated_attention_pytorch.distributed.rank_plans import DilatedStep
+from dilated_attention_pytorch.distributed.rank_plans import BlockStep, DilatedStep
 from dilated_attention_pytorch.execute.loop import RowGradients, Sums
 from dilated_attention_pytorch.lengths import host_cu_seqlens, host_lengths
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
@@ -79,9 +86,8 @@ def fused_backend(call: Call, request: Request) -> str | None:
     differently, which changes nothing that travels. A backend that is asked for and cannot serve the call is an error.
     """
     if call.backend == "auto":
-        branches = len(call.pattern.branches) if isinstance(call.pattern, Dilated) else 0
-        possible = branches >= HOPPER_FROM_BRANCHES and not _why_not("hopper", call, request)
-        return "hopper" if possible else None
+        pays = not isinstance(call.pattern, Dilated) or len(call.pattern.branches) >= HOPPER_FROM_BRANCHES
+        return "hopper" if pays and not _why_not("hopper", call, request) else None
     if call.backend not in ("hopper", "triton"):
         return None
     _raise_if(_why_not(call.backend, call, request), call.backend)
@@ -90,11 +96,38 @@ def fused_backend(call: Call, request: Request) -> str | None:
 
 def _why_not(backend: str, call: Call, request: Request) -> list[str]:
     reasons = backends.find(backend).why_not(request)
-    if isinstance(call.pattern, BlockSparse):
-        reasons.append("blocks of sharded sequences go through 'sdpa' or 'eager'")
+    if isinstance(call.pattern, BlockSparse) and (call.pattern.is_adaptive or _differs_by_head(call.pattern)):
+        reasons.append("block lists of sharded sequences that differ by head go through 'sdpa' or 'eager'")
     if is_detached(call) or request.dropout_p > 0.0 or request.masks_by_position:
         reasons.append("detached mixing, dropout and causal orders of sharded sequences go through 'sdpa' or 'eager'")
     return reasons
+
+
+def _differs_by_head(pattern: BlockSparse) -> bool:
+    return pattern.given is not None and pattern.given.counts.shape[1] > 1
+
+
+def fused_step(call: Call, backend: str | None, rows: OwnRows) -> FusedStep | None:
+    """The fused kernels of a rank, whose shards are known now; None if stock kernels compute the tiles."""
+    if backend is None:
+        return None
+    reasons = []
+    if backend == "hopper" and isinstance(rows.pattern, BlockRule):
+        size = rows.blocks.block_size
+        if not _begin_with_blocks(rows.shards, size, rows.cu_seqlens):
+            reasons.append(f"Hopper kernels take chunks that begin at multiples of {size}, the block size")
+    if call.backend == "auto" and reasons:
+        return None
+    _raise_if(reasons, backend)
+    return FusedStep(rows, backend)
+
+
+@lru_cache(maxsize=64)
+def _begin_with_blocks(shards: Shards, block_size: int, cu_seqlens: tuple[int, ...] | None) -> bool:
+    """Whether all chunks of all ranks begin with a block of their sequence: every rank finds the same."""
+    starts = cu_seqlens or (0,)
+    begins = (chunk.start for chunks in shards.chunks for chunk in chunks if chunk)
+    return all((begin - starts[max(0, bisect_right(starts, begin) - 1)]) % block_size == 0 for begin in begins)
 
 
 def is_detached(call: Call) -> bool:
@@ -152,32 +185,57 @@ def _plans(problem: OwnRows) -> tuple[tuple[Span, Plan], ...]:
 
 
 @lru_cache(maxsize=1024)
-def _received(plan: RankPlan, tick: int, own: Problem) -> RunningProblem:
+def _received(plan: RankPlan, tick: int, own: Problem) -> tuple[Problem, ...]:
     """The tiles of a rank's queries with the rows of the message of a tick."""
     _, message = plan.ticks[tick]
     assert message is not None
     tiles: list[RunningTiles] = []
+    blocks: list[Problem] = []
     first = 0
     for section in message.sections:
         samples, rows, _ = section.shape
         for step in section.steps():
-            assert isinstance(step, DilatedStep)
-            at, queries = step.queries
-            tiles += running_tiles(step.plan, range(at.start, at.stop), queries.start, first, rows)
+            at, queries = step.queries[:2]
+            if isinstance(step, DilatedStep):
+                tiles += running_tiles(step.plan, range(at.start, at.stop), queries.start, first, rows)
+            elif isinstance(step, BlockStep):
+                keys = slice(first + step.keys[1].start, first + step.keys[1].stop)
+                span = BlockSpan(at, queries, keys, step.rows, rows)
+                blocks.append(RunningBlocks.of(own, span, step.lists, step.is_causal, running=True))
         first += samples * rows
-    return RunningProblem.of(own, tiles, keys=0)
+    return (RunningProblem.of(own, tiles, keys=0),) if tiles else tuple(blocks)
 
 
 @lru_cache(maxsize=64)
-def _across(plan: RankPlan, own: Problem) -> RunningProblem:
-    """The tiles between different chunks of a rank: none unless the layout is zigzag."""
+def _across(plan: RankPlan, own: Problem) -> tuple[Problem, ...]:
+    """The tiles between different chunks of a rank, if it has several: those of the zigzag layout."""
     tiles: list[RunningTiles] = []
     for step in plan.own:
         assert isinstance(step, DilatedStep)
         if step.plan.queries != step.plan.keys:
             (at, queries), (_, keys) = step.queries, step.keys
             tiles += running_tiles(step.plan, range(at.start, at.stop), queries.start, keys.start)
-    return RunningProblem.of(own, tiles, keys=own.keys)
+    return (RunningProblem.of(own, tiles, keys=own.keys),) if tiles else ()
+
+
+@lru_cache(maxsize=64)
+def _own_blocks(plan: RankPlan, own: Problem) -> tuple[Problem, ...]:
+    """The block lists of a rank's queries with its own keys. Those that share rows with others are added to these."""
+    steps = [step for step in plan.own if isinstance(step, BlockStep)]
+    found: list[RunningBlocks] = []
+    for step in sorted(steps, key=lambda step: step.queries[1] != step.keys[1]):
+        (at, queries, _), (_, keys, _) = step.queries, step.keys
+        span = BlockSpan(at, queries, keys, step.rows, 0)
+        shared = any(_share_rows(span, other.span) for other in found)
+        found.append(RunningBlocks.of(own, span, step.lists, step.is_causal, shared))
+    return tuple(found)
+
+
+def _share_rows(x: Span, y: Span) -> bool:
+    """Whether two spans have samples in common, and query rows or key rows."""
+    pairs = (x.samples, y.samples), (x.queries, y.queries), (x.keys, y.keys)
+    samples, queries, keys = (bool(a.start < b.stop and b.start < a.stop) for a, b in pairs)
+    return samples and (queries or keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,16 +253,14 @@ class FusedStep:
 
     def attend_(self, plan: RankPlan, inputs: Inputs, sums: Sums, scale: float) -> None:
         """Write the results of own keys into ``sums``, which have no content yet."""
-        for problem in (self.rows, _across(plan, self.sizes)):
-            if problem.plans():
-                self.run_(problem, inputs, sums, scale)
+        for problem in self.own_problems(plan):
+            self.run_(problem, inputs, sums, scale)
 
     def attend_message_(
         self, plan: RankPlan, message: Message, flat: Tensor, inputs: Inputs, sums: Sums, scale: float
     ) -> None:
         """Merge the results of a message into ``sums``."""
-        problem = _received(plan, message.tick, self.sizes)
-        if problem.tiles:
+        for problem in _received(plan, message.tick, self.sizes):
             self.run_(problem, received_inputs(inputs, flat), sums, scale)
 
     def run_(self, problem: Problem, inputs: Inputs, sums: Sums, scale: float) -> None:
@@ -217,6 +273,13 @@ class FusedStep:
         saved, options = Saved(rows.out, rows.lse_bnh.transpose(1, 2).contiguous(), rows.dout, dlse), Options(scale)
         statistics = self.kernels.row_statistics(self.rows, saved, options)
         return FusedGradients(self, plan, inputs, rows.dout, statistics, grads, options)
+
+    def own_problems(self, plan: RankPlan) -> tuple[Problem, ...]:
+        """Own queries with own keys, in the order in which they are computed."""
+        if not isinstance(self.rows.pattern, Dilated):
+            return _own_blocks(plan, self.sizes)
+        own: tuple[Problem, ...] = (self.rows,) if self.rows.plans() else ()
+        return own + _across(plan, self.sizes)
 
     @property
     def kernels(self) -> TableBackend:
@@ -244,14 +307,12 @@ class FusedGradients:
 
     def write_own_(self) -> None:
         """Write the gradients of own queries with own keys."""
-        for problem in (self.step.rows, _across(self.plan, self.step.sizes)):
-            if problem.plans():
-                self._run_(problem, self.inputs, self.grads)
+        for problem in self.step.own_problems(self.plan):
+            self._run_(problem, self.inputs, self.grads)
 
     def add_message_(self, message: Message, arrived: Tensor, returning: Tensor) -> None:
         """Add the gradients of a message's tiles to those of the queries, and to ``returning``."""
-        problem = _received(self.plan, message.tick, self.step.sizes)
-        if problem.tiles:
+        for problem in _received(self.plan, message.tick, self.step.sizes):
             self._run_(problem, received_inputs(self.inputs, arrived), received_inputs(self.grads, returning))
 
     def _run_(self, problem: Problem, inputs: Inputs, grads: Inputs) -> None:

@@ -19,9 +19,9 @@ from dilated_attention_pytorch.distributed.groups import resolve_group
 from dilated_attention_pytorch.distributed.heads import exchange_heads, why_not_heads
 from dilated_attention_pytorch.distributed.messages import RankPlan
 from dilated_attention_pytorch.distributed.own_rows import (
-    FusedStep,
     OwnRows,
     fused_backend,
+    fused_step,
     is_detached,
     sharding_of,
     stock_backend,
@@ -74,7 +74,7 @@ def sharded_attention(
         kernel=kernel,
         options=_options(call, seed),
         comm_dtype=accumulate_dtype(call.dtype) if sharding.comm_dtype is None else sharding.comm_dtype,
-        fused=None if fused is None else FusedStep(OwnRows.of(problem, shards, wire.rank), fused),
+        fused=fused_step(call, fused, OwnRows.of(problem, shards, wire.rank)),
     )
     out, lse = RingAttention.apply(*inputs, rank_call)  # type: ignore[no-untyped-call]
     return out, lse

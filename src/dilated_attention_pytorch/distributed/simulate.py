@@ -19,7 +19,7 @@ from dilated_attention_pytorch.call import Call, Sharding, make_call
 from dilated_attention_pytorch.distributed.cost import choose_transport, costs_of, waits
 from dilated_attention_pytorch.distributed.executor import Exchange, RankCall, forward
 from dilated_attention_pytorch.distributed.messages import RankPlan
-from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, fused_backend, stock_backend
+from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, fused_backend, fused_step, stock_backend
 from dilated_attention_pytorch.distributed.ring import make_plan
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from dilated_attention_pytorch.distributed.wire import Parcel
@@ -156,7 +156,8 @@ def _simulated(
     sums, memory, make_step = Sums.like(inputs.query), [], _MetaStep if device.type == "meta" else FusedStep
     for rank, at in enumerate(rows):
         wire = SimulatedWire(plans, own)
-        step = None if fused is None else make_step(OwnRows.of(problem, shards, rank), fused)
+        step = fused_step(call, fused, OwnRows.of(problem, shards, rank))
+        step = make_step(step.rows, step.backend) if step is not None else None
         rank_call = RankCall(plans[rank], (), wire, 1, kernel, Options(used_scale), accumulate_dtype(call.dtype), step)
         (sums.out[:, at], sums.lse_bnh[:, at]), exchange, peak = _measured(rank_call, own[rank])
         query_bytes, key_bytes = (x.numel() * x.element_size() for x in own[rank][:2])
@@ -172,8 +173,9 @@ class _MetaStep(FusedStep):
     def run_(self, problem: Problem, inputs: Inputs, sums: Sums, scale: float) -> None:
         """Make the tensors that the kernels would write besides the results."""
         head_dim, device = inputs.query.shape[-1], inputs.query.device
-        plan = find_launch_plan(problem, block=ITEM_ROWS, by_keys=False, head_dim=head_dim, device=device)
-        torch.empty((plan.partial_rows, head_dim + 1), dtype=torch.float32, device=device)
+        if isinstance(problem.pattern, Dilated):  # kernels over block lists have no partial results
+            plan = find_launch_plan(problem, block=ITEM_ROWS, by_keys=False, head_dim=head_dim, device=device)
+            torch.empty((plan.partial_rows, head_dim + 1), dtype=torch.float32, device=device)
 
 
 def _measured(call: RankCall, inputs: Inputs) -> tuple[Sums, Exchange, int]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.backends.gpu.running import BlockSpan, RunningBlocks
 from dilated_attention_pytorch.backends.gpu.tables import BLOCK_COLUMNS, keep_for_device
 from dilated_attention_pytorch.patterns.lists import BlockLists, entries_of, transposed_entries
 from dilated_attention_pytorch.plan.lists import lists_of
@@ -61,7 +62,7 @@ class BlockTables:
     >>> problem = Problem(None, False, 1, 100, 100, 1, 1)
     >>> tables = BlockTables(problem, [(Span(slice(0, 1), slice(0, 100), slice(0, 100)), lists)], torch.device("cpu"))
     >>> tables.by_query.rows.tolist()  # the longer list first
-    [[0, 1, 0, 0, 0, 100, 1, 0], [0, 0, 0, 0, 0, 100, 0, 0]]
+    [[0, 1, 0, 0, 0, 100, 100, 1, 0], [0, 0, 0, 0, 0, 100, 100, 0, 0]]
     """
 
     def __init__(self, problem: Problem, sequences: list[tuple[Span, BlockLists]], device: torch.device) -> None:
@@ -145,8 +146,15 @@ def _tables(problem: Problem, device: torch.device, shape: torch.Size | None) ->
     return BlockTables(problem, lists_of(problem, chosen, device), device)
 
 
+@lru_cache(maxsize=256)
+def _running_tables(problem: RunningBlocks, device: torch.device) -> BlockTables:
+    return BlockTables(problem, [(problem.span, problem.lists)], device)
+
+
 def find_block_tables(problem: Problem, device: torch.device, chosen: Tensor | None) -> BlockTables:
     """The tables of a block-sparse problem. For an adaptive pattern they depend on the shape of the choice only."""
+    if isinstance(problem, RunningBlocks):
+        return _running_tables(problem, device)
     return _tables(problem, device, None if chosen is None else chosen.shape)
 
 
@@ -155,10 +163,14 @@ def _rows(span: Span, blocks: Tensor, first_list: int, sets: int, heads: int) ->
     samples, step = torch.arange(span.samples.start, span.samples.stop, device="cpu"), len(blocks)
     own_set = torch.arange(len(samples), device="cpu") if sets > 1 else torch.zeros_like(samples)
     lists = first_list + own_set[:, None] * heads * step + torch.arange(step, device="cpu")
-    numbers = (span.queries.start - span.positions.start, span.positions.start, span.keys.start, span.length)
     same = torch.ones_like(lists)
-    columns = (samples[:, None] * same, blocks * same, *(same * x for x in numbers))
-    return torch.stack((*columns, lists, same * (step if heads > 1 else 0)), -1).flatten(0, 1)
+    queries = same * (span.queries.start - span.positions.start), same * span.positions.start
+    keys = same * span.keys.start
+    if isinstance(span, BlockSpan):
+        keys += torch.arange(len(samples), device="cpu")[:, None] * span.sample_rows
+    lengths = same * span.positions.stop, same * span.length
+    columns = (samples[:, None] * same, blocks * same, *queries, keys, *lengths, lists)
+    return torch.stack((*columns, same * (step if heads > 1 else 0)), -1).flatten(0, 1)
 
 
 def _joined(lists: list[BlockLists]) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,11 @@ of the tiles, so that a call on a few rows of a long sequence is short.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.patterns.lists import BlockLists
+from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 from dilated_attention_pytorch.plan.sequences import Span
 from dilated_attention_pytorch.plan.tiles import Plan, TileFamily
 
@@ -81,6 +82,44 @@ class RunningProblem(Problem):
 
 def _meets(own: range, others: Iterable[range]) -> bool:
     return any(own.start < x.stop and x.start < own.stop for x in others)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpan(Span):
+    """Query rows and key rows that meet by lists. The keys need not be positions of the same sequence."""
+
+    rows: range  # the query rows, counted from the start of their first block
+    sample_rows: int  # rows of the key tensor between the keys of two samples, besides its stride
+
+    @property
+    def positions(self) -> range:
+        """The positions of the query rows."""
+        return self.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningBlocks(Problem):
+    """Lists of blocks between the query rows and the key rows of a span.
+
+    ``running`` results are added to given ones, else they are written. ``keys`` is 0 if the rows of a key tensor count over
+    all samples.
+    """
+
+    span: BlockSpan = field(hash=False)  # slices have no hash before Python 3.12
+    lists: BlockLists  # compared by identity
+    running: bool
+
+    @staticmethod
+    def of(problem: Problem, span: BlockSpan, lists: BlockLists, is_causal: bool, running: bool) -> RunningBlocks:
+        """Lists between the query rows of a problem and key rows, which are packed unless samples have a distance of 0."""
+        rule, keys = BlockRule(lists.block_size, None), 0 if span.sample_rows else problem.keys
+        sizes = problem.batch, problem.queries, keys, problem.heads, problem.key_heads
+        return RunningBlocks(rule, is_causal, *sizes, span=span, lists=lists, running=running)
+
+
+def is_running(problem: Problem) -> bool:
+    """Whether results are added to given ones."""
+    return isinstance(problem, RunningProblem) or (isinstance(problem, RunningBlocks) and problem.running)
 
 
 def running_tiles(plan: Plan, samples: range, query_row: int, key_row: int, packed_rows: int = 0) -> Iterator[RunningTiles]:

@@ -11,6 +11,7 @@ from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
 from dilated_attention_pytorch.backends.gpu.launch import launch_one
 from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, RowStatistics, row_strides
+from dilated_attention_pytorch.backends.gpu.running import is_running
 from dilated_attention_pytorch.backends.hopper import persistent
 from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, HopperConfig, configs
 from dilated_attention_pytorch.backends.hopper.kernels.block_dkv import block_dkv_kernel
@@ -31,7 +32,8 @@ def _launch(
     items = rows * (size // ITEM_ROWS) * heads
     # A counter; in the forward also the items that each program has taken.
     taken = torch.zeros(1 + items, dtype=torch.int32, device=table.rows.device)
-    mode |= {"BLOCK_SIZE": size, "CAUSAL": problem.is_causal, **persistent.constants(config, tensors[0].shape[-1])}
+    mode |= {"BLOCK_SIZE": size, "CAUSAL": problem.is_causal, "RUNNING": is_running(problem)}
+    mode |= persistent.constants(config, tensors[0].shape[-1])
     if items:  # at most one program for each multiprocessor; the programs share the items
         programs = min(items, persistent.multiprocessors(taken.device))
         tensors, numbers = (*tensors, *table.tensors, taken), (rows, items, *numbers)
@@ -46,7 +48,8 @@ def forward(problem: Problem, inputs: Inputs, options: Options, given: Results |
     out, lse = portable.results_buffer(query, table.covered, given)
     strides, config = row_strides((query.stride(), key.stride(), value.stride())), configs(query.shape[-1]).forward
     numbers = (*strides, problem.queries, problem.heads, problem.heads_per_key, scale * LOG2_E)
-    _launch(block_forward_kernel, problem, table, (query, key, value, out, lse), numbers, config, BLOCK_N=config.block)
+    tensors = query, key, value, out, lse, lse.clone() if is_running(problem) else lse
+    _launch(block_forward_kernel, problem, table, tensors, numbers, config, BLOCK_N=config.block)
     return Results(out, lse)
 
 

@@ -12,6 +12,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.block_backward import block_
 from dilated_attention_pytorch.backends.gpu.kernels.block_forward import block_forward_kernel
 from dilated_attention_pytorch.backends.gpu.launch import launch_one
 from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, RowStatistics, TritonConfig, TritonConfigs, row_strides
+from dilated_attention_pytorch.backends.gpu.running import is_running
 from dilated_attention_pytorch.backends.triton.configs import block_configs
 from dilated_attention_pytorch.backends.triton.run import capability
 from dilated_attention_pytorch.plan.problem import Problem
@@ -27,6 +28,7 @@ def _constants(problem: Problem, read: tuple[Tensor, ...], config: TritonConfig,
     query = read[0]
     step = max(*row_strides(x.stride() for x in read), *(x.shape[2] * x.shape[3] for x in read))
     mode = {"BLOCK_SIZE": problem.blocks.block_size, "CAUSAL": problem.is_causal, "DROPOUT": options.dropout is not None}
+    mode |= {"RUNNING": is_running(problem)}
     return portable.tile_constants(query.shape[-1], portable.exact_products(query), config, step) | mode
 
 
@@ -66,7 +68,7 @@ def gradients(
 ) -> Inputs:
     """The gradients of a block-sparse problem, see ``TableBackend.gradients``."""
     (query, key, value), size, scale = inputs, problem.blocks.block_size, options.scale
-    configs, (n, heads), (m, key_heads) = _configs(query, size), query.shape[1:3], key.shape[1:3]
+    configs, (n, heads), m, key_heads = _configs(query, size), query.shape[1:3], problem.keys, problem.key_heads
     tables, read = find_block_tables(problem, query.device, options.chosen), (*inputs, dout)
     lse, delta, _ = statistics
     tensors, strides = (*read, lse, delta), row_strides(x.stride() for x in read)

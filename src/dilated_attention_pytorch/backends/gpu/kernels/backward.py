@@ -27,6 +27,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     load_listed,
     load_parts,
     load_positions,
+    load_sums,
     locate,
     own_part_row,
     part_rows,
@@ -162,13 +163,6 @@ def dq_over_keys(
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
-
-
-@triton.jit
-def load_sums(SUMS, start, offsets, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The rows of a result that are ``inside``, as store_block writes them, in float32."""
-    mask = inside[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
-    return tl.load(SUMS + start + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -13,7 +13,13 @@ from dilated_attention_pytorch.backends.gpu.kernels.block_forward import (
     locate_block,
     query_rows,
 )
-from dilated_attention_pytorch.backends.gpu.kernels.primitives import LOG2_E, block_offsets, load_block, store_block
+from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
+    LOG2_E,
+    block_offsets,
+    load_block,
+    load_sums,
+    store_block,
+)
 
 
 @triton.jit
@@ -56,16 +62,19 @@ def block_dq_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RUNNING: tl.constexpr,  # add to what the results hold
     DROPOUT: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq of BLOCK_M query rows; the rows and keys are those of ``block_forward_kernel``."""
-    row, part, head, sample, block, q_row, q_first, k_row, length = locate_block(ROWS, rows, BLOCK_SIZE // BLOCK_M)
+    row, part, head, sample, block, q_row, q_first, k_row, q_length, k_length = locate_block(
+        ROWS, rows, BLOCK_SIZE // BLOCK_M
+    )
     key_head = head // group
-    first, stop = query_rows(block, part, q_first, length, BLOCK_M, BLOCK_SIZE)
+    first, stop = query_rows(block, part, q_first, q_length, BLOCK_M, BLOCK_SIZE)
     count, LIST = load_list(row, head, COUNTS, STARTS, INDICES)
-    whole, seen = listed_keys(LIST, count, first, stop, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
+    whole, seen = listed_keys(LIST, count, first, stop, k_length, CAUSAL, BLOCK_N, BLOCK_SIZE)
 
     positions = first + tl.arange(0, BLOCK_M)
     inside = positions < stop
@@ -91,17 +100,21 @@ def block_dq_kernel(
     stream = block_stream(SEED, sample, head, DROPOUT)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = dq_over_keys(
-        dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, length, positions,
+        dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_length, positions,
         CAUSAL, scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, DROPOUT, False, PRECISION,
     )  # fmt: skip
     dq = dq_over_keys(
-        dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, length,
+        dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_length,
         positions, CAUSAL, scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N,
         positions, LIST, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, DROPOUT, False, PRECISION,
     )  # fmt: skip
     start = ((sample * N + q_row + first) * H + head) * D
-    store_block(DQ, start, block_offsets(one * H * D, BLOCK_M, BLOCK_D, WIDE), inside, dq * scale, D, BLOCK_D)
+    offsets = block_offsets(one * H * D, BLOCK_M, BLOCK_D, WIDE)
+    dq *= scale
+    if RUNNING:
+        dq += load_sums(DQ, start, offsets, inside, D, BLOCK_D)
+    store_block(DQ, start, offsets, inside, dq, D, BLOCK_D)
 
 
 @triton.jit
@@ -180,6 +193,7 @@ def block_dkv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RUNNING: tl.constexpr,  # add to what the results hold
     DROPOUT: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -189,17 +203,19 @@ def block_dkv_kernel(
     Worked example: blocks of 64, causal, length 150, BLOCK_M = BLOCK_N = 64. Key block 1 is read by the query blocks 1 and
     2: 64 + 22 listed rows, of which the first 64 are masked (begin = 0, clear = 64), as is the block of the last 22.
     """
-    row, part, key_head, sample, block, q_row, q_first, k_row, length = locate_block(ROWS, rows, BLOCK_SIZE // BLOCK_N)
+    row, part, key_head, sample, block, q_row, q_first, k_row, q_length, k_length = locate_block(
+        ROWS, rows, BLOCK_SIZE // BLOCK_N
+    )
     first = block * BLOCK_SIZE + part * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
-    inside = columns < length
+    inside = columns < k_length
     one = tl.full([], 1, tl.int64)
     k_step = one * k_stride_n
     v_step = one * v_stride_n
     k_pointer = K + sample * k_stride_b + (k_row + first) * k_step + key_head.to(tl.int64) * k_stride_h
     v_pointer = V + sample * v_stride_b + (k_row + first) * v_step + key_head.to(tl.int64) * v_stride_h
-    k = load_block(k_pointer, block_offsets(k_step, BLOCK_N, BLOCK_D, WIDE), length - first, D, BLOCK_N, BLOCK_D, True)
-    v = load_block(v_pointer, block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE), length - first, D, BLOCK_N, BLOCK_D, True)
+    k = load_block(k_pointer, block_offsets(k_step, BLOCK_N, BLOCK_D, WIDE), k_length - first, D, BLOCK_N, BLOCK_D, True)
+    v = load_block(v_pointer, block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE), k_length - first, D, BLOCK_N, BLOCK_D, True)
     q_step = one * q_stride_n
     dout_step = one * dout_stride_n
     q_offsets = block_offsets(q_step, BLOCK_M, BLOCK_D, WIDE)
@@ -210,9 +226,9 @@ def block_dkv_kernel(
     for member in tl.range(0, group):
         head = key_head * group + member
         count, LIST = load_list(row, head, COUNTS, STARTS, INDICES)
-        count = tl.where(first < length, count, 0)
+        count = tl.where(first < k_length, count, 0)
         begin, clear, end, listed_rows = listed_queries(
-            LIST, count, block, first, q_first, length, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_SIZE
+            LIST, count, block, first, q_first, q_length, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_SIZE
         )
         crossing = (clear - begin + BLOCK_M - 1) // BLOCK_M
         cut = (listed_rows - end + BLOCK_M - 1) // BLOCK_M
@@ -222,17 +238,21 @@ def block_dkv_kernel(
         statistics = (sample * H + head) * N + q_row
         dk, dv = dkv_over_queries(
             dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
-            dout_offsets, begin, crossing, end, cut, length, columns, CAUSAL, scale_log2, stream, k_row, k_row + columns,
+            dout_offsets, begin, crossing, end, cut, q_length, columns, CAUSAL, scale_log2, stream, k_row, k_row + columns,
             one, threshold, keep_scale, ROWS, sample, N, 0, columns, LIST, listed_rows, q_first,
             D, BLOCK_D, BLOCK_M, BLOCK_SIZE, True, DROPOUT, False, WIDE, PRECISION,
         )  # fmt: skip
         dk, dv = dkv_over_queries(
             dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
-            dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, length, columns, CAUSAL, scale_log2, stream, k_row,
+            dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_length, columns, CAUSAL, scale_log2, stream, k_row,
             k_row + columns, one, threshold, keep_scale, ROWS, sample, N, 0, columns, LIST, listed_rows, q_first,
             D, BLOCK_D, BLOCK_M, BLOCK_SIZE, False, DROPOUT, False, WIDE, PRECISION,
         )  # fmt: skip
     start = ((sample * M + k_row + first) * G + key_head) * D
     offsets = block_offsets(one * G * D, BLOCK_N, BLOCK_D, WIDE)
-    store_block(DK, start, offsets, inside, dk * scale, D, BLOCK_D)
+    dk *= scale
+    if RUNNING:
+        dk += load_sums(DK, start, offsets, inside, D, BLOCK_D)
+        dv += load_sums(DV, start, offsets, inside, D, BLOCK_D)
+    store_block(DK, start, offsets, inside, dk, D, BLOCK_D)
     store_block(DV, start, offsets, inside, dv, D, BLOCK_D)

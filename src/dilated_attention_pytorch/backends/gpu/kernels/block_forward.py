@@ -7,21 +7,24 @@ import triton.language as tl
 
 from dilated_attention_pytorch.backends.gpu.kernels.columns import (
     BLOCK_FIRST_LIST,
+    BLOCK_K_LENGTH,
     BLOCK_K_ROW,
     BLOCK_LIST_STEP,
     BLOCK_NUMBER,
     BLOCK_Q_FIRST,
+    BLOCK_Q_LENGTH,
     BLOCK_Q_ROW,
     BLOCK_SAMPLE,
-    BLOCK_SEQUENCE_LENGTH,
     BLOCK_WIDTH,
 )
-from dilated_attention_pytorch.backends.gpu.kernels.forward import attend_keys
+from dilated_attention_pytorch.backends.gpu.kernels.forward import attend_keys, merge
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     LN_2,
+    LOG2_E,
     block_offsets,
     dropout_stream,
     load_block,
+    load_sums,
     store_block,
 )
 
@@ -38,8 +41,9 @@ def locate_block(ROWS, rows, PARTS: tl.constexpr):
     q_row = tl.load(row + BLOCK_Q_ROW)
     q_first = tl.load(row + BLOCK_Q_FIRST).to(tl.int32)
     k_row = tl.load(row + BLOCK_K_ROW)
-    length = tl.load(row + BLOCK_SEQUENCE_LENGTH).to(tl.int32)
-    return row, tile % PARTS, head, sample, block, q_row, q_first, k_row, length
+    q_length = tl.load(row + BLOCK_Q_LENGTH).to(tl.int32)
+    k_length = tl.load(row + BLOCK_K_LENGTH).to(tl.int32)
+    return row, tile % PARTS, head, sample, block, q_row, q_first, k_row, q_length, k_length
 
 
 @triton.jit
@@ -118,6 +122,7 @@ def block_forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RUNNING: tl.constexpr,  # merge into what OUT and LSE hold
     DROPOUT: tl.constexpr,
     NEGATIVE: tl.constexpr,  # the scale is negative
     WIDE: tl.constexpr,
@@ -129,11 +134,13 @@ def block_forward_kernel(
     rows 128 to 149; its list 0, 2 are the keys 0 to 63, which all rows see, and 128 to 149, which are masked: whole = 64,
     seen = 64 + 22.
     """
-    row, part, head, sample, block, q_row, q_first, k_row, length = locate_block(ROWS, rows, BLOCK_SIZE // BLOCK_M)
+    row, part, head, sample, block, q_row, q_first, k_row, q_length, k_length = locate_block(
+        ROWS, rows, BLOCK_SIZE // BLOCK_M
+    )
     key_head = head // group
-    first, stop = query_rows(block, part, q_first, length, BLOCK_M, BLOCK_SIZE)
+    first, stop = query_rows(block, part, q_first, q_length, BLOCK_M, BLOCK_SIZE)
     count, LIST = load_list(row, head, COUNTS, STARTS, INDICES)
-    whole, seen = listed_keys(LIST, count, first, stop, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
+    whole, seen = listed_keys(LIST, count, first, stop, k_length, CAUSAL, BLOCK_N, BLOCK_SIZE)
 
     positions = first + tl.arange(0, BLOCK_M)
     inside = positions < stop
@@ -155,19 +162,24 @@ def block_forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc, m2, total = attend_keys(
-        acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, length, positions, CAUSAL,
-        scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
+        acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_length, positions,
+        CAUSAL, scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, DROPOUT, False, PRECISION,
     )  # fmt: skip
     acc, m2, total = attend_keys(
-        acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, length, positions,
+        acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_length, positions,
         CAUSAL, scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, DROPOUT, False, PRECISION,
     )  # fmt: skip
     # A row without keys: 0, and -inf as m2 is.
     total = tl.where(total > 0, total, 1.0)
     acc = acc / total[:, None]
+    m2 += tl.math.log2(total)
     place = (sample * H + head) * N + q_row + positions
-    tl.store(LSE + place, (m2 + tl.math.log2(total)) * LN_2, mask=inside)
     out_start = ((sample * N + q_row + first) * H + head) * D
-    store_block(OUT, out_start, block_offsets(one * H * D, BLOCK_M, BLOCK_D, WIDE), inside, acc, D, BLOCK_D)
+    out_offsets = block_offsets(one * H * D, BLOCK_M, BLOCK_D, WIDE)
+    if RUNNING:
+        last_lse2 = tl.load(LSE + place, mask=inside, other=-float("inf")) * LOG2_E
+        acc, m2 = merge(acc, m2, load_sums(OUT, out_start, out_offsets, inside, D, BLOCK_D), last_lse2)
+    tl.store(LSE + place, m2 * LN_2, mask=inside)
+    store_block(OUT, out_start, out_offsets, inside, acc, D, BLOCK_D)

@@ -202,6 +202,13 @@ def store_block(OUT, start, offsets, inside, x, D: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
+def load_sums(SUMS, start, offsets, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The rows of a result that are ``inside``, as store_block writes them, in float32."""
+    mask = inside[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+    return tl.load(SUMS + start + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_listed(LIST, place, stop, BLOCK_SIZE: tl.constexpr):
     """The number of the listed block at place ``place``, in rows, of blocks that follow one another; 0 behind the end."""
     return tl.load(LIST + place // BLOCK_SIZE, mask=place < stop, other=0)

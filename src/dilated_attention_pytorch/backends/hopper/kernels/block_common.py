@@ -19,19 +19,21 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dilated_attention_pytorch.backends.gpu.kernels.columns import (
     BLOCK_FIRST_LIST,
+    BLOCK_K_LENGTH,
     BLOCK_K_ROW,
     BLOCK_LIST_STEP,
     BLOCK_NUMBER,
+    BLOCK_Q_LENGTH,
     BLOCK_Q_ROW,
     BLOCK_SAMPLE,
-    BLOCK_SEQUENCE_LENGTH,
     BLOCK_WIDTH,
 )
 from dilated_attention_pytorch.backends.hopper.kernels.common import ROWS, known, leave, load_rows
 
 # What the producer writes for an item; not every kernel reads all of it. PLACE is the number of its first row in a tensor
-# (B, rows, heads), STATISTICS_PLACE that in statistics (B, heads, rows).
-FIRST, LENGTH, PLACE, STATISTICS_PLACE, COUNT, FIRST_ENTRY, LAST_ENTRY, LIST_AT = map(gl.constexpr, range(8))
+# (B, rows, heads), STATISTICS_PLACE that in statistics (B, heads, rows). LENGTH is that of the rows of items, LISTED_LENGTH that
+# of the rows that are listed.
+FIRST, LENGTH, PLACE, STATISTICS_PLACE, COUNT, FIRST_ENTRY, LAST_ENTRY, LIST_AT, LISTED_LENGTH = map(gl.constexpr, range(9))
 
 
 @gluon.jit
@@ -44,7 +46,7 @@ def take_item(TAKEN, items):
 @gluon.jit
 def find_block_item(TABLE, rows, item, BLOCK_SIZE: gl.constexpr):
     """The table row of an item, its head, the first of its 128 rows, its sample, and its sequence: rows of the tensors of
-    queries and of keys where it starts, and its length."""
+    queries and of keys where it starts, and how many of each it has."""
     PARTS: gl.constexpr = BLOCK_SIZE // ROWS
     tile = item % (rows * PARTS)
     head = item // (rows * PARTS)
@@ -52,8 +54,8 @@ def find_block_item(TABLE, rows, item, BLOCK_SIZE: gl.constexpr):
     sample = gl.load(row + BLOCK_SAMPLE).to(gl.int32)
     first = gl.load(row + BLOCK_NUMBER).to(gl.int32) * BLOCK_SIZE + tile % PARTS * ROWS
     starts = gl.load(row + BLOCK_Q_ROW).to(gl.int32), gl.load(row + BLOCK_K_ROW).to(gl.int32)
-    length = gl.load(row + BLOCK_SEQUENCE_LENGTH).to(gl.int32)
-    return row, head, first, sample, starts, length
+    lengths = gl.load(row + BLOCK_Q_LENGTH).to(gl.int32), gl.load(row + BLOCK_K_LENGTH).to(gl.int32)
+    return row, head, first, sample, starts, lengths
 
 
 @gluon.jit
@@ -70,11 +72,12 @@ def find_list(tables, row, head, first, length):
 
 
 @gluon.jit
-def leave_item(facts, slot, first, length, sample, start, head, rows, heads):
+def leave_item(facts, slot, first, length, listed_length, sample, start, head, rows, heads):
     """Write which rows an item has, and where its results go. Its sequence starts at row ``start`` of (B, rows, heads)."""
     row = start + first
     leave(facts, slot, FIRST, first)
     leave(facts, slot, LENGTH, length)
+    leave(facts, slot, LISTED_LENGTH, listed_length)
     leave(facts, slot, PLACE, (sample.to(gl.int64) * rows + row) * heads + head)
     leave(facts, slot, STATISTICS_PLACE, (sample.to(gl.int64) * heads + head) * rows + row)
 

@@ -13,6 +13,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.primitives import LAST
 from dilated_attention_pytorch.backends.hopper.kernels.block_common import (
     FIRST,
     LENGTH,
+    LISTED_LENGTH,
     PLACE,
     find_block_item,
     find_list,
@@ -28,6 +29,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import (
     address,
     allocate_facts,
     known,
+    load_result,
     load_rows,
     product_layout,
     row_descriptor,
@@ -46,17 +48,17 @@ from dilated_attention_pytorch.backends.hopper.kernels.products import hold, no_
 
 @gluon.jit
 def _load_unit(
-    member, kv_at, kv_steps, first, number, q_at, dout_at, shifts_at, steps, LIST, count, length, counter, smem, bars,
+    member, kv_at, kv_steps, first, number, q_at, dout_at, shifts_at, steps, LIST, count, lengths, counter, smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of an item, if this is its first unit, then listed rows of q and dout, with shifts."""
     if member == 0:
-        load_kv(kv_at, kv_steps, first, length, number, smem, bars, D, BLOCK_D)
+        load_kv(kv_at, kv_steps, first, lengths[1], number, smem, bars, D, BLOCK_D)
     q_smem, dout_smem, shift_smem = smem[2:5]
     full, empty = bars[2:4]
-    q_desc = row_descriptor(q_at, length, steps[0], D, BLOCK_M, BLOCK_D)
-    dout_desc = row_descriptor(dout_at, length, steps[1], D, BLOCK_M, BLOCK_D)
-    shift_desc = shift_descriptor(shifts_at, length, length * 0 + 1, BLOCK_M)
+    q_desc = row_descriptor(q_at, lengths[0], steps[0], D, BLOCK_M, BLOCK_D)
+    dout_desc = row_descriptor(dout_at, lengths[0], steps[1], D, BLOCK_M, BLOCK_D)
+    shift_desc = shift_descriptor(shifts_at, lengths[0], lengths[0] * 0 + 1, BLOCK_M)
     q_row = listed_row(LIST, 0, count, BLOCK_SIZE)
     for block in range(count * (BLOCK_SIZE // BLOCK_M)):
         stage = counter % STAGES
@@ -83,10 +85,10 @@ def _produce_dkv(
     unit = 0  # a query head of an item
     item = take_item(tables[4], items)
     while item >= 0:
-        row, key_head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
+        row, key_head, first, sample, starts, lengths = find_block_item(tables[0], rows, item, BLOCK_SIZE)
         mbarrier.wait(facts_empty.index(number & 1), (number >> 1 & 1) ^ 1)
         # The facts of items have a slot by the parity of the item, those of lists by that of the unit. One barrier is for both.
-        leave_item(facts, number & 1, first, length, sample, starts[1], key_head, M, G)
+        leave_item(facts, number & 1, first, lengths[1], lengths[0], sample, starts[1], key_head, M, G)
         kv_at = (
             address(K, k_strides, sample, starts[1], key_head),
             address(V, v_strides, sample, starts[1], key_head),
@@ -95,7 +97,7 @@ def _produce_dkv(
         steps = q_strides[1], dout_strides[1]
         for member in range(group):
             head = key_head * group + member
-            count, list_at, first_entry, last_entry = find_list(tables, row, head, first, length)
+            count, list_at, first_entry, last_entry = find_list(tables, row, head, first, lengths[1])
             LIST = tables[3] + list_at
             q_at = address(Q, q_strides, sample, starts[0], head)
             dout_at = address(DOUT, dout_strides, sample, starts[0], head)
@@ -107,12 +109,12 @@ def _produce_dkv(
             if parity == 0:
                 counter = _load_unit(
                     member, kv_at, kv_steps, first, number, q_at, dout_at, SHIFTS + place * SHIFT_COLUMNS, steps, LIST, count,
-                    length, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE,
+                    lengths, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE,
                 )  # fmt: skip
             else:
                 counter = _load_unit(
                     member, kv_at, kv_steps, first, number, q_at, dout_at, SHIFTS + place * SHIFT_COLUMNS, steps, LIST, count,
-                    length, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE,
+                    lengths, counter, smem, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE,
                 )  # fmt: skip
             unit += 1
         number += 1
@@ -141,7 +143,7 @@ def _masked_blocks(
 def _compute_dkv(
     which: gl.constexpr, results, group, G, scale_log2, scale, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    OVERLAP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    OVERLAP: gl.constexpr, BLOCK_SIZE: gl.constexpr, RUNNING: gl.constexpr,
 ):  # fmt: skip
     DK, DV = results
     k_smem, v_smem = smem[:2]
@@ -162,7 +164,7 @@ def _compute_dkv(
     while more:
         slot = number & 1
         first = known(facts, slot, FIRST).to(gl.int32)
-        length = known(facts, slot, LENGTH).to(gl.int32)
+        length = known(facts, slot, LISTED_LENGTH).to(gl.int32)
         columns = first + which * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
         mbarrier.wait(rows_full.index(which), number & 1)
         k = hold(k_smem.index(which), S, D, HELD >= 1)
@@ -189,8 +191,14 @@ def _compute_dkv(
 
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
         start = (known(facts, slot, PLACE) + which * 64 * G) * D
-        store_rows(DK, whole_rows(dk, D, BLOCK_D) * scale, start, G * D, numbers, inside, D, BLOCK_D)
-        store_rows(DV, whole_rows(dv, D, BLOCK_D), start, G * D, numbers, inside, D, BLOCK_D)
+        dk_sum = whole_rows(dk, D, BLOCK_D) * scale
+        if RUNNING:
+            dk_sum += load_result(DK, start, G * D, numbers, inside, D, BLOCK_D)
+        store_rows(DK, dk_sum, start, G * D, numbers, inside, D, BLOCK_D)
+        dv_sum = whole_rows(dv, D, BLOCK_D)
+        if RUNNING:
+            dv_sum += load_result(DV, start, G * D, numbers, inside, D, BLOCK_D)
+        store_rows(DV, dv_sum, start, G * D, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(facts_empty.index(slot), count=1)  # after the stores: only then all facts have been loaded
         more = wait_for_item(facts, unit, facts_full)
 
@@ -207,6 +215,7 @@ def block_dkv_kernel(
     HELD: gl.constexpr,  # how many of k and v stay in registers
     OVERLAP: gl.constexpr,  # compute scores while the block before is still being added up
     BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
+    RUNNING: gl.constexpr,  # add to what DK and DV hold
 ):  # fmt: skip
     """dk and dv of blocks of 128 key rows, summed over the query rows that list them and the query heads of their key head."""
     dtype: gl.constexpr = Q.dtype.element_ty
@@ -222,7 +231,7 @@ def block_dkv_kernel(
     results = DK, DV
     tables = TABLE, COUNTS, STARTS, INDICES, TAKEN
     gl.warp_specialize([
-        (_compute_dkv, (gl.constexpr(0), results, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
-        (_compute_dkv, (gl.constexpr(1), results, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE)),
+        (_compute_dkv, (gl.constexpr(0), results, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE, RUNNING)),
+        (_compute_dkv, (gl.constexpr(1), results, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE, RUNNING)),
         (_produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, rows, items, group, (N, H, M, G), strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE)),
     ], [4, 1], [232, 40])  # fmt: skip

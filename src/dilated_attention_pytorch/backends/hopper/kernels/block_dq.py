@@ -13,6 +13,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.primitives import LOG2_E
 from dilated_attention_pytorch.backends.hopper.kernels.block_common import (
     FIRST,
     LENGTH,
+    LISTED_LENGTH,
     PLACE,
     STATISTICS_PLACE,
     find_block_item,
@@ -34,6 +35,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import (
     allocate_facts,
     allocate_rows,
     known,
+    load_result,
     load_rows,
     product_layout,
     row_descriptor,
@@ -45,15 +47,15 @@ from dilated_attention_pytorch.backends.hopper.kernels.products import hold, no_
 
 @gluon.jit
 def _load_dq_item(
-    at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
+    at, steps, LIST, count, first, lengths, blocks, number, counter, smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     q_smem, dout_smem, k_smem, v_smem = smem
     rows_full, rows_empty = bars[:2]
-    q_desc = row_descriptor(at[0], length, steps[0], D, 64, BLOCK_D)
-    k_desc = row_descriptor(at[1], length, steps[1], D, BLOCK_N, BLOCK_D)
-    v_desc = row_descriptor(at[2], length, steps[2], D, BLOCK_N, BLOCK_D)
-    dout_desc = row_descriptor(at[3], length, steps[3], D, 64, BLOCK_D)
+    q_desc = row_descriptor(at[0], lengths[0], steps[0], D, 64, BLOCK_D)
+    k_desc = row_descriptor(at[1], lengths[1], steps[1], D, BLOCK_N, BLOCK_D)
+    v_desc = row_descriptor(at[2], lengths[1], steps[2], D, BLOCK_N, BLOCK_D)
+    dout_desc = row_descriptor(at[3], lengths[0], steps[3], D, 64, BLOCK_D)
     k_row = listed_row(LIST, 0, count, BLOCK_SIZE)
     for which in gl.static_range(2):
         mbarrier.wait(rows_empty.index(which), number & 1 ^ 1)
@@ -78,10 +80,10 @@ def _produce_dq(
     number = 0
     item = take_item(tables[4], items)
     while item >= 0:
-        row, head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
-        count, list_at, first_entry, last = find_list(tables, row, head, first, length)
+        row, head, first, sample, starts, lengths = find_block_item(tables[0], rows, item, BLOCK_SIZE)
+        count, list_at, first_entry, last = find_list(tables, row, head, first, lengths[0])
         LIST = tables[3] + list_at
-        blocks, _ = listed_keys(count, last, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
+        blocks, _ = listed_keys(count, last, first, lengths[1], CAUSAL, BLOCK_N, BLOCK_SIZE)
         key_head = head // group
         at = (
             address(Q, q_strides, sample, starts[0], head),
@@ -92,17 +94,17 @@ def _produce_dq(
         steps = q_strides[1], k_strides[1], v_strides[1], dout_strides[1]
         parity = number & 1
         mbarrier.wait(done.index(parity), (number >> 1 & 1) ^ 1)
-        leave_item(facts, parity, first, length, sample, starts[0], head, N, H)
+        leave_item(facts, parity, first, lengths[0], lengths[1], sample, starts[0], head, N, H)
         leave_list(facts, parity, count, first_entry, last)
         mbarrier.arrive(facts_full.index(parity), count=1)
         if parity == 0:
             counter = _load_dq_item(
-                at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
+                at, steps, LIST, count, first, lengths, blocks, number, counter, smem, bars,
                 D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
             )  # fmt: skip
         else:
             counter = _load_dq_item(
-                at, steps, LIST, count, first, length, blocks, number, counter, smem, bars,
+                at, steps, LIST, count, first, lengths, blocks, number, counter, smem, bars,
                 D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE,
             )  # fmt: skip
         number += 1
@@ -114,7 +116,7 @@ def _produce_dq(
 def _compute_dq(
     which: gl.constexpr, DQ, statistics, H, scale_log2, scale, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, RUNNING: gl.constexpr,
 ):  # fmt: skip
     LSE, DELTA = statistics
     q_smem, dout_smem, k_smem, v_smem = smem
@@ -133,14 +135,15 @@ def _compute_dq(
         slot = number & 1
         first = known(facts, slot, FIRST).to(gl.int32)
         length = known(facts, slot, LENGTH).to(gl.int32)
+        k_length = known(facts, slot, LISTED_LENGTH).to(gl.int32)
         count, _, last_entry = known_list(facts, slot)
-        blocks, clear_blocks = listed_keys(count, last_entry, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
+        blocks, clear_blocks = listed_keys(count, last_entry, first, k_length, CAUSAL, BLOCK_N, BLOCK_SIZE)
         q_rows = first + own_s
         place = known(facts, slot, STATISTICS_PLACE) + own_s
         # rows behind the sequence: weights exp2(0 - inf) = 0
         lse2 = gl.load(LSE + place, mask=q_rows < length, other=float("inf")) * LOG2_E
         delta = gl.load(DELTA + place, mask=q_rows < length, other=0.0)
-        seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
+        seen = seen_listed(q_rows, count, last_entry, k_length, CAUSAL, BLOCK_SIZE)
         mbarrier.wait(rows_full.index(which), number & 1)
         q = hold(q_smem.index(which), S, D, HELD >= 1)
         dout = hold(dout_smem.index(which), S, D, HELD >= 2)
@@ -149,14 +152,19 @@ def _compute_dq(
             which, q, dout, no_sums(D, BLOCK_D), lse2, delta, seen, blocks, clear_blocks, counter, scale_log2, columns, none,
             (k_smem, v_smem), bars[1:6], D, BLOCK_D, BLOCK_N, STAGES, HELD,
         )  # fmt: skip
+        inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
+        start = (known(facts, slot, PLACE) + which * 64 * H) * D
+        if RUNNING:  # while the last product runs
+            last_dq = load_result(DQ, start, H * D, numbers, inside, D, BLOCK_D)
         dq_sum = whole_rows(wait_sums(dq, ds, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(k_empty.index(stage), count=1)
         if count == 0:  # computed as one block with weights 0, whose keys and values are not defined
             dq_sum = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
 
-        inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
-        start = (known(facts, slot, PLACE) + which * 64 * H) * D
-        store_rows(DQ, dq_sum * scale, start, H * D, numbers, inside, D, BLOCK_D)
+        dq_sum = dq_sum * scale
+        if RUNNING:
+            dq_sum += last_dq
+        store_rows(DQ, dq_sum, start, H * D, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then all facts have been loaded
         number += 1
         more = wait_for_item(facts, number, facts_full)
@@ -171,6 +179,7 @@ def block_dq_kernel(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HELD: gl.constexpr,  # how many of q and dout stay in registers
     BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
+    RUNNING: gl.constexpr,  # add to what DQ holds
 ):  # fmt: skip
     """dq of blocks of 128 query rows: ``scale * sum_j p_ij (dp_ij - delta_i) k_j`` over the listed keys."""
     dtype: gl.constexpr = Q.dtype.element_ty
@@ -202,7 +211,7 @@ def block_dq_kernel(
     tables = TABLE, COUNTS, STARTS, INDICES, TAKEN
     sizes = N, H
     gl.warp_specialize([
-        (_compute_dq, (gl.constexpr(0), DQ, statistics, H, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
-        (_compute_dq, (gl.constexpr(1), DQ, statistics, H, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE)),
+        (_compute_dq, (gl.constexpr(0), DQ, statistics, H, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, RUNNING)),
+        (_compute_dq, (gl.constexpr(1), DQ, statistics, H, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, RUNNING)),
         (_produce_dq, ((Q, K, V, DOUT), tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE)),
     ], [4, 1], [232, 40])  # fmt: skip

@@ -9,11 +9,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from dilated_attention_pytorch.backends.gpu.kernels.primitives import LN_2
+from dilated_attention_pytorch.backends.gpu.kernels.primitives import LN_2, LOG2_E
 from dilated_attention_pytorch.backends.hopper.kernels.block_common import (
     FIRST,
     LENGTH,
     LIST_AT,
+    LISTED_LENGTH,
     PLACE,
     STATISTICS_PLACE,
     find_block_item,
@@ -38,6 +39,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import (
     element,
     known,
     leave,
+    load_result,
     load_rows,
     product_layout,
     row_descriptor,
@@ -77,11 +79,11 @@ def _announce(item, told, tables, rows, group, sizes, strides, facts, bars, BLOC
     facts_full, done = bars[6], bars[7]
     if item >= 0:
         N, H = sizes
-        row, head, first, sample, starts, length = find_block_item(tables[0], rows, item, BLOCK_SIZE)
-        count, at, first_entry, last = find_list(tables, row, head, first, length)
+        row, head, first, sample, starts, lengths = find_block_item(tables[0], rows, item, BLOCK_SIZE)
+        count, at, first_entry, last = find_list(tables, row, head, first, lengths[0])
         slot = told & 1
         mbarrier.wait(done.index(slot), (told >> 1 & 1) ^ 1)
-        leave_item(facts, slot, first, length, sample, starts[0], head, N, H)
+        leave_item(facts, slot, first, lengths[0], lengths[1], sample, starts[0], head, N, H)
         leave_list(facts, slot, count, first_entry, last)
         leave(facts, slot, LIST_AT, at)
         leave(facts, slot, Q_AT, element(strides[0], sample, starts[0], head))
@@ -106,12 +108,13 @@ def _load_item(
     q_full, q_empty = bars[:2]
     first = known(facts, slot, FIRST, 1).to(gl.int32)
     length = known(facts, slot, LENGTH, 1).to(gl.int32)
+    k_length = known(facts, slot, LISTED_LENGTH, 1).to(gl.int32)
     count, first_entry, last = known_list(facts, slot, 1)
     LIST = tables[3] + known(facts, slot, LIST_AT, 1)
-    blocks, _ = listed_keys(count, last, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
+    blocks, _ = listed_keys(count, last, first, k_length, CAUSAL, BLOCK_N, BLOCK_SIZE)
     q_desc = row_descriptor(tensors[0] + known(facts, slot, Q_AT, 1), length, strides[0][1], D, 64, BLOCK_D)
-    k_desc = row_descriptor(tensors[1] + known(facts, slot, K_AT, 1), length, strides[1][1], D, BLOCK_N, BLOCK_D)
-    v_desc = row_descriptor(tensors[2] + known(facts, slot, V_AT, 1), length, strides[2][1], D, BLOCK_N, BLOCK_D)
+    k_desc = row_descriptor(tensors[1] + known(facts, slot, K_AT, 1), k_length, strides[1][1], D, BLOCK_N, BLOCK_D)
+    v_desc = row_descriptor(tensors[2] + known(facts, slot, V_AT, 1), k_length, strides[2][1], D, BLOCK_N, BLOCK_D)
     k_row = first_entry * BLOCK_SIZE
     for i in gl.static_range(2):
         mbarrier.wait(q_empty.index(i), number & 1 ^ 1)
@@ -177,12 +180,24 @@ def _produce(
 
 
 @gluon.jit
+def _merge(out, lse2, last_out, last_lse2):
+    """Two partial results of rows as one. Either or both may be empty (-inf)."""
+    larger2 = gl.maximum(lse2, last_lse2)
+    safe2 = gl.where(larger2 == float("-inf"), 0.0, larger2)
+    weight = gl.exp2(lse2 - safe2)
+    last_weight = gl.exp2(last_lse2 - safe2)
+    both = weight + last_weight
+    share = gl.where(both > 0.0, 1.0 / both, 0.0)
+    return out * (weight * share)[:, None] + last_out * (last_weight * share)[:, None], safe2 + gl.log2(both)
+
+
+@gluon.jit
 def _compute_pass(
     number, counter, which: gl.constexpr, results, H, scale_log2, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, ONLINE: gl.constexpr, AGAIN: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, ONLINE: gl.constexpr, AGAIN: gl.constexpr, RUNNING: gl.constexpr,
 ):  # fmt: skip
-    OUT, LSE = results
+    OUT, LSE, LAST_LSE = results
     v_empty, facts_full, done = bars[5], bars[6], bars[7]
     S: gl.constexpr = product_layout(BLOCK_N)
     O: gl.constexpr = product_layout(BLOCK_D)
@@ -191,24 +206,29 @@ def _compute_pass(
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
     own = which * 64 + numbers  # in an item
     overflow = gl.full([64], 0, gl.int32, gl.SliceLayout(1, O))
+    UNMERGED: gl.constexpr = RUNNING and not ONLINE
     more = wait_for_item(facts, number + AGAIN, facts_full)
     while more:
         slot = number + AGAIN & 1
         first = known(facts, slot, FIRST).to(gl.int32)
-        length = known(facts, slot, LENGTH).to(gl.int32)
+        k_length = known(facts, slot, LISTED_LENGTH).to(gl.int32)
         count, _, last_entry = known_list(facts, slot)
-        blocks, clear_blocks = listed_keys(count, last_entry, first, length, CAUSAL, BLOCK_N, BLOCK_SIZE)
+        blocks, clear_blocks = listed_keys(count, last_entry, first, k_length, CAUSAL, BLOCK_N, BLOCK_SIZE)
         q_rows = first + which * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
-        seen = seen_listed(q_rows, count, last_entry, length, CAUSAL, BLOCK_SIZE)
+        seen = seen_listed(q_rows, count, last_entry, k_length, CAUSAL, BLOCK_SIZE)
         m2 = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
         sums, p, m2, total, divisor, stage, counter = attend_item(
             which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
             D, BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S,
         )  # fmt: skip
+        inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
+        place = known(facts, slot, PLACE) + which * 64 * H
+        if RUNNING:  # while the last product runs
+            last_lse2 = gl.load(LAST_LSE + known(facts, slot, STATISTICS_PLACE) + own, mask=inside, other=0.0) * LOG2_E
+            last_out = load_result(OUT, place * D, H * D, numbers, inside, D, BLOCK_D)
         acc = whole_rows(wait_sums(sums, p, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(v_empty.index(stage), count=1)
-        inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
         total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
         divisor_o = gl.convert_layout(divisor, gl.SliceLayout(1, O))
         if not ONLINE:
@@ -218,7 +238,10 @@ def _compute_pass(
         something = total_o > 0.0
         # An empty list is computed as one block with weights 0, whose values are not defined.
         out = gl.where(something[:, None], acc * (1.0 / divisor_o)[:, None], 0.0)
-        lse = gl.where(something, (m2_o + gl.log2(total_o)) * LN_2, float("-inf"))
+        lse2 = gl.where(something, m2_o + gl.log2(total_o), float("-inf"))
+        if RUNNING:
+            out, lse2 = _merge(out, lse2, last_out, last_lse2)
+        lse = lse2 * LN_2
         lse_at = LSE + known(facts, slot, STATISTICS_PLACE) + own
         # Rows that overflow are marked, and the second pass stores only these. Which other rows it computes depends on
         # which items the program happened to take.
@@ -228,7 +251,8 @@ def _compute_pass(
         elif not ONLINE:
             lse = gl.where(own_overflow > 0, float("nan"), lse)
         gl.store(lse_at, lse, mask=inside)
-        place = known(facts, slot, PLACE) + which * 64 * H
+        if UNMERGED:  # the second pass merges rows that overflow into what they hold
+            inside = inside & (own_overflow == 0)
         store_rows(OUT, out, place * D, H * D, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then all facts have been loaded
         number += 1
@@ -241,18 +265,18 @@ def _compute_pass(
 def _compute(
     which: gl.constexpr, results, H, scale_log2, smem, facts, bars, flags, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, ONLINE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, ONLINE: gl.constexpr, RUNNING: gl.constexpr,
 ):  # fmt: skip
     none = H * 0
     number, counter, overflow = _compute_pass(
         none, none, which, results, H, scale_log2, smem, facts, bars, CAUSAL,
-        D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE, False,
+        D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE, False, RUNNING,
     )  # fmt: skip
     if not ONLINE:
         raise_flag(flags, which, overflow)
         _compute_pass(
             number, counter, which, results, H, scale_log2, smem, facts, bars, CAUSAL,
-            D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, True, True,
+            D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, True, True, RUNNING,
         )  # fmt: skip
 
 
@@ -261,6 +285,7 @@ def block_forward_kernel(
     Q, K, V,
     OUT,  # (B, N, H, D)
     LSE,  # (B, H, N) float32, natural logarithm
+    LAST_LSE,  # (B, H, N) float32, what LSE holds before, if RUNNING
     TABLE, COUNTS, STARTS, INDICES,
     TAKEN,  # (1 + items,) int32, zeros: how many items are taken; for each, the one its program took before it, or -1
     rows, items,
@@ -269,6 +294,7 @@ def block_forward_kernel(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HELD: gl.constexpr,  # q stays in registers
     BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
+    RUNNING: gl.constexpr,  # merge into what OUT and LSE hold
 ):  # fmt: skip
     """Attention of blocks of 128 query rows over the key blocks that their lists name."""
     dtype: gl.constexpr = Q.dtype.element_ty
@@ -297,10 +323,10 @@ def block_forward_kernel(
         (v_stride_b, v_stride_n, v_stride_h),
     )
     tables = TABLE, COUNTS, STARTS, INDICES, TAKEN
-    results = OUT, LSE
+    results = OUT, LSE, LAST_LSE
     sizes = N, H
     gl.warp_specialize([
-        (_compute, (gl.constexpr(0), results, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE)),
-        (_compute, (gl.constexpr(1), results, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE)),
+        (_compute, (gl.constexpr(0), results, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE, RUNNING)),
+        (_compute, (gl.constexpr(1), results, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE, RUNNING)),
         (_produce, ((Q, K, V), tables, rows, items, group, sizes, strides, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, ONLINE)),
     ], [4, 1], [232, 40])  # fmt: skip

@@ -388,6 +388,14 @@ def _whole_words(x, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
+def load_result(OUT, start, step, numbers, inside, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Rows as ``store_rows`` writes them, in float32."""
+    c = gl.arange(0, BLOCK_D, gl.SliceLayout(0, product_layout(BLOCK_D)))
+    pointers = OUT + start + (numbers * step)[:, None] + c[None, :]
+    return gl.load(pointers, mask=element_mask(inside, c, D, BLOCK_D), other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def store_rows(OUT, x, start, step, numbers, inside, D: gl.constexpr, BLOCK_D: gl.constexpr):
     """Write rows from element ``start`` on, with a stride of ``step`` elements.
 
