@@ -33,10 +33,10 @@ from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.distributed import Shards
 from dilated_attention_pytorch.distributed.executor import RankCall
 from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, _received
-from dilated_attention_pytorch.distributed.rank_plans import dilated_plan
+from dilated_attention_pytorch.distributed.rank_plans import dilated_plan, static_block_plan
 from dilated_attention_pytorch.execute import loop
 from dilated_attention_pytorch.execute.loop import RowGradients
-from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 from dilated_attention_pytorch.values import Inputs, Options, Saved
 
 GPU = torch.device("cuda")
@@ -73,7 +73,12 @@ def cases() -> dict[str, list[Case]]:
         ],
         "128": [Case("paper, one message", PAPER, head_dim=128, bucket=None)],
         "float32": [Case(name, DILATED[name], torch.float32, backend="triton", causal=name == "paper") for name in DILATED],
-        "blocks": [Case("window", WINDOW, backend="auto", causal=causal, bucket=None) for causal in (False, True)],
+        "blocks": [
+            Case("window", WINDOW, bucket=None),
+            Case("window", WINDOW, causal=True, bucket=None),
+            Case("window, float32", WINDOW, torch.float32, backend="triton", causal=True, bucket=None),
+            Case("window, shards cut blocks", WINDOW, backend="auto", causal=True, layout="zigzag", bucket=None),
+        ],
     }
 
 
@@ -90,10 +95,12 @@ def check(rank: int, world: int, folder: str, kinds: list[str]) -> None:
     from dilated_attention_pytorch.backends.hopper import configs, run
 
     chosen = run.joint_config
-    lengths = [TOKENS // world + (7 if p == 0 else 0) - (7 if p == world - 1 else 0) for p in range(world)]
+    uneven = [TOKENS // world + (7 if p == 0 else 0) - (7 if p == world - 1 else 0) for p in range(world)]
+    whole_blocks = [2560 // world] * (world - 1) + [2560 // world + 40]
     worst = 0.0
     for case in (case for kind in kinds for case in cases()[kind]):
         generator = torch.Generator(GPU).manual_seed(0)
+        lengths = whole_blocks if isinstance(case.pattern, BlockSparse) else uneven
         shape = (2, sum(lengths), 4, case.head_dim)
         whole = [torch.randn(shape, generator=generator, device=GPU, dtype=case.dtype) for _ in range(4)]
         chunks = Shards.of(lengths, case.layout).chunks[rank]
@@ -176,8 +183,8 @@ class MessageCase:
         size = self.message.numel(head_dim)
         self.flat = torch.randn(size, generator=generator, device=GPU, dtype=torch.bfloat16)
         self.returning = torch.zeros(size, device=GPU)
-        tiles = _received(self.plan, self.message.tick, self.step.sizes).tiles
-        self.pairs = sum(f.pairs for x in tiles for f in x.families)
+        own = _received(self.plan, self.message.tick, self.step.sizes)
+        self.pairs = sum(f.pairs for problem in own for x in problem.tiles for f in x.families)
 
     def rates(self, ms: tuple[float, float]) -> list[float]:
         return [k * self.head_dim * self.pairs / t / 1e9 for k, t in zip((4, 10), ms, strict=True)]
@@ -233,6 +240,42 @@ class MessageCase:
         return forward, median_ms(add, 3)
 
 
+class BlockCase(MessageCase):
+    """A message of block lists: a tenth of the blocks of 131,072 tokens on four ranks."""
+
+    def __init__(self, head_dim: int, heads: int = 8, world: int = 4, n: int = 2**17) -> None:
+        self.head_dim, self.heads, self.tokens, self.scale, self.n = head_dim, heads, n // world, head_dim**-0.5, n
+        mask = torch.rand(n // 128, n // 128, generator=torch.Generator().manual_seed(0)) < 0.1
+        self.lists = BlockSparse.custom(mask, block_size=128).given
+        self.problem = Problem(BlockRule(128, None, self.lists), False, 1, n, n, heads, heads)
+        self.shards = Shards.even(n, world, "contiguous")
+        self.plan = static_block_plan(self.problem, self.shards, 0, GPU)
+        self.step = FusedStep(OwnRows.of(self.problem, self.shards, 0), "hopper")
+        generator = torch.Generator(GPU).manual_seed(0)
+        self.whole = [
+            torch.randn(1, n, heads, head_dim, generator=generator, device=GPU, dtype=torch.bfloat16) for _ in range(4)
+        ]
+        self.query, self.key, self.value, self.dout = (x[:, : self.tokens].contiguous() for x in self.whole)
+        self.inputs = Inputs(self.query, self.key, self.value)
+        self.message = next(received for _, received in self.plan.ticks if received is not None)
+        size = self.message.numel(head_dim)
+        self.flat = torch.randn(size, generator=generator, device=GPU, dtype=torch.bfloat16)
+        self.returning = torch.zeros(size, device=GPU)
+        own = _received(self.plan, self.message.tick, self.step.sizes)
+        self.pairs = heads * 128**2 * sum(int(x.lists.counts.sum()) for x in own)
+
+    def one_device(self) -> tuple[float, float]:
+        """Milliseconds for as many pairs as the message has."""
+        kernels, options, (*tensors, dout) = find("hopper"), Options(self.scale), self.whole
+        inputs = Inputs(*tensors)
+        forward = median_ms(lambda: kernels.forward(self.problem, inputs, options))
+        saved = Saved(*kernels.forward(self.problem, inputs, options), dout)
+        statistics = kernels.row_statistics(self.problem, saved, options)
+        backward = median_ms(lambda: kernels.gradients(self.problem, inputs, dout, statistics, options))
+        share = self.pairs / (self.heads * 128**2 * int(self.lists.counts.sum()))
+        return forward * share, backward * share
+
+
 RATES = [(rows, rate, d) for d in (64, 128) for rows in (16384, 65536) for rate in (1, 4)] + [(2048, 16, 64)]
 
 
@@ -257,6 +300,14 @@ def rates() -> list[dict]:
         print("| " + " | ".join([str(rows), str(rate), str(head_dim), *shown, *others]) + " |", flush=True)
         del case
         torch.cuda.empty_cache()
+    print("| blocks of 128, D | forward: one device, message, stock | ratio | backward | ratio |")
+    print("|" + " --- |" * 5)
+    for head_dim in (64, 128):
+        case = BlockCase(head_dim)
+        one, own, stock = (case.rates(call()) for call in (case.one_device, case.fused, case.stock))
+        found.append({"blocks": 128, "head_dim": head_dim, "one_device": one, "message": own, "stock": stock})
+        shown = [f"{a:.0f}, {b:.0f}, {c:.0f} | {b / a:.3f}" for a, b, c in zip(one, own, stock, strict=True)]
+        print("| " + " | ".join([str(head_dim), *shown]) + " |", flush=True)
     return found
 
 

@@ -14,8 +14,9 @@ from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.backends.triton.backend import TRITON
 from dilated_attention_pytorch.call import make_call
 from dilated_attention_pytorch.distributed import Shards, simulate_ring
-from dilated_attention_pytorch.distributed.own_rows import FusedStep, fused_backend
+from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, fused_backend, fused_step
 from dilated_attention_pytorch.execute import loop
+from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import fast_interpreter
@@ -157,8 +158,14 @@ def test_what_auto_takes_for_own_rows():
 
     assert taken() == "hopper"
     assert taken(layout=Shards.of([3, 0, 5], "contiguous")) == "hopper"
-    for pattern in (one, blocks):
+    assert taken(pattern=one) is None
+    assert taken(pattern=blocks) == "hopper"
+    by_head = BlockSparse.custom(torch.ones(2, 2, 2, dtype=torch.bool), block_size=128)
+    adaptive = BlockSparse.from_config(SparsePatternConfig("adaptive", 0.5, block_size=128))
+    for pattern in (by_head, adaptive):
         assert taken(pattern=pattern) is None
+        with pytest.raises(ValueError, match="differ by head go through"):
+            taken(pattern=pattern, backend="hopper")
     for layout in ("zigzag", Shards.of([3, 0, 5], "zigzag")):
         assert taken(layout=layout) == "hopper"
     assert taken(mixing_gradient="detached") is None
@@ -172,6 +179,26 @@ def test_what_auto_takes_for_own_rows():
     assert {taken(backend=name) for name in ("sdpa", "eager")} == {None}
     with pytest.raises(ValueError, match=r"cannot serve this call:\n.*got torch.float32\n  detached mixing"):
         taken(replace(request, dtype=torch.float32), mixing_gradient="detached", backend="hopper")
+
+
+def test_hopper_takes_chunks_that_begin_with_blocks():
+    """Known when the shards are; ``auto`` takes stock operators instead, a named backend is an error on every rank."""
+    blocks = BlockSparse.custom(torch.ones(4, 4, dtype=torch.bool), block_size=128)
+    x = torch.empty(1, 256, 2, 64)
+
+    def taken(rows, layout, backend="auto", cu_seqlens=None):
+        shards = Shards.of(rows, layout)
+        problem = Problem(BlockRule(128, None, blocks.given), False, 1, *[sum(rows)] * 2, 2, 2, cu_seqlens=cu_seqlens)
+        call, _ = make_call(x, x, x, Dilated([64], [1]), backend=backend)
+        return fused_step(call, "hopper", OwnRows.of(problem, shards, 0)) is not None
+
+    assert taken((256, 0, 200), "contiguous")
+    assert taken((256, 256), "zigzag")
+    assert taken((100, 128, 200), "contiguous", cu_seqlens=(0, 100, 428))
+    for bad in (((200, 256), "contiguous", None), ((256, 200), "zigzag", None), ((256, 256), "contiguous", (0, 100, 512))):
+        assert not taken(*bad[:2], cu_seqlens=bad[2])
+        with pytest.raises(ValueError, match="begin at multiples of 128"):
+            taken(*bad[:2], "hopper", cu_seqlens=bad[2])
 
 
 def test_what_explain_and_the_simulation_say(monkeypatch):
