@@ -26,7 +26,7 @@ LAYOUT_COLUMNS = ("base", "segments", "capacity", "w", "r", "first_segment", "fi
 # blocks of the sequence. ``q_row`` and ``k_row`` are the rows of the tensors at position 0. The first query is at position
 # ``q_first``, so ``q_row`` may be negative. Queries end at position ``q_length`` and keys at ``k_length``. Both are the
 # length of the sequence, unless the keys are those of a message.
-BLOCK_COLUMNS = ("sample", "number", "q_row", "q_first", "k_row", "q_length", "k_length", "first_list", "list_step")
+BLOCK_COLUMNS = ("sample", "number", "q_row", "q_first", "k_row", "q_length", "first_list", "list_step", "k_length")
 # Owners of the tables that captured graphs read when they are replayed. They live as long as the process.
 _CAPTURED: list[object] = []
 

@@ -57,7 +57,7 @@ FAMILY_WIDTH, LAYOUT_WIDTH, BLOCK_WIDTH = (tl.constexpr(len(x)) for x in (FAMILY
     BLOCK_Q_FIRST,
     BLOCK_K_ROW,
     BLOCK_Q_LENGTH,
-    BLOCK_K_LENGTH,
     BLOCK_FIRST_LIST,
     BLOCK_LIST_STEP,
+    BLOCK_K_LENGTH,
 ) = map(tl.constexpr, range(len(BLOCK_COLUMNS)))
