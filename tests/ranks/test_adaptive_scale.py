@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from adaptive_cases import ChoiceCase
 from block_cases import SIZE, config
 from dilated_attention_pytorch import BlockSparse, Sharding, SparsePatternConfig, attention
-from dilated_attention_pytorch.distributed import Shards, adaptive, shard_sequence
+from dilated_attention_pytorch.distributed import Shards, adaptive
 from dilated_attention_pytorch.distributed.means import held_sequences, mean_bytes
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from dilated_attention_pytorch.distributed.wire import Wire
@@ -24,7 +23,6 @@ from dilated_attention_pytorch.measure import peak_extra_bytes
 from dilated_attention_pytorch.plan import adaptive as choice
 from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 from dilated_attention_pytorch.values import Inputs
-from ring_cases import LargestTensor
 
 CASES_PER_WORLD = 13  # 65 random cases
 HEAD_DIM = 8
@@ -133,7 +131,8 @@ def check_means(group, case: FuzzCase, seed: int) -> None:
     local = Inputs(query[:, mine], key[:, mine], key[:, mine])
     held = held_sequences(problem, case.shards, rank)
     wire = Wire(group, torch.device("cpu"))
-    means = adaptive.exchange_means(held, case.shards, local, wire)
+    with wire.turn("means"):
+        means = adaptive.exchange_means(held, case.shards, local, wire)
     for own in means:
         span = own.sequence.span
         q, k = (choice.block_means(x[span.key_rows], 0, SIZE, torch.float32) for x in (query, key))
@@ -141,7 +140,7 @@ def check_means(group, case: FuzzCase, seed: int) -> None:
         for chunk in own.chunks:
             assert torch.equal(chunk.queries, q[:, :, chunk.blocks.start : chunk.blocks.stop])
     tables = [x for own in means for x in (own.keys, *(chunk.queries for chunk in own.chunks))]
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, wire.turn("choice"):
         traffic = Traffic(patch)
         adaptive.adaptive_sequences(problem, case.shards, local, 0.3, wire)
     counted = mean_bytes(problem, case.shards, rank, HEAD_DIM, 4)
@@ -167,3 +166,169 @@ def check_fuzz(group, seeds: list[int]) -> None:
 def test_random_cases_are_those_of_one_device(on_ranks, world):
     """Uneven and empty shards, both layouts, padded batches, packed documents, grouped heads, equal scores."""
     on_ranks(world, check_fuzz, list(range(1000 * world, 1000 * world + CASES_PER_WORLD)), spare=world % 2)
+
+
+def check_peak(group, is_causal: bool) -> None:
+    rank, world, cpu = dist.get_rank(group), dist.get_world_size(group), torch.device("cpu")
+    blocks, heads, head_dim = 128, 8, 64
+    rows = blocks * SIZE
+    problem = Problem(BlockRule(SIZE, config("adaptive", 0.001)), is_causal, 1, world * rows, world * rows, heads, 1)
+    shards, wire = Shards.of([rows] * world, "contiguous"), Wire(group, cpu)
+    q = torch.randn(1, rows, heads, head_dim)
+    inputs = Inputs(q, q[:, :, :1].contiguous(), q[:, :, :1].contiguous())
+    with wire.turn("choice"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "_MAX_SCORES", 2**13)
+        peak = peak_extra_bytes(lambda: adaptive.adaptive_sequences(problem, shards, inputs, 0.3, wire), cpu)
+    mean = head_dim * 4
+    # Two temporaries are as large as the rank's own query means. The means of all query blocks would be 5 times these.
+    assert peak <= blocks * (rank + 1 if is_causal else world) * mean + 3 * blocks * heads * mean + 2**16
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nothing_is_as_large_as_the_query_means_of_the_sequence(on_ranks, is_causal):
+    """Beside a rank's own query means, it has the mean keys that it can reach."""
+    on_ranks(5, check_peak, is_causal)
+
+
+META = torch.device("meta")
+
+
+@dataclass
+class RecordingWire:
+    """Takes the messages of one rank without sending them."""
+
+    rank: int
+    world: int
+    device: torch.device = META
+    bytes: int = 0
+    batches: list[tuple[dict[int, int], dict[int, int]]] = field(default_factory=list)  # by peer: sent and received bytes
+
+    @property
+    def global_ranks(self) -> list[int]:
+        return list(range(self.world))
+
+    def now(self) -> None:
+        pass
+
+    def start(self, sends, receives, after):
+        for parcel in sends:
+            parcel.pack()
+        sizes = [{x.peer: x.rows.numel() * x.rows.element_size() for x in side} for side in (sends, receives)]
+        self.batches.append((sizes[0], sizes[1]))
+        self.bytes += sum(sizes[1].values())
+        return lambda: None
+
+
+def meta_inputs(rows: int, problem: Problem, head_dim: int, dtype: torch.dtype) -> Inputs:
+    q, k = (
+        torch.empty(problem.batch, rows, x, head_dim, dtype=dtype, device=META) for x in (problem.heads, problem.key_heads)
+    )
+    return Inputs(q, k, k)
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_causal", "rank", "limit"),
+    [("contiguous", False, 0, 190e6), ("contiguous", True, 255, 105e6), ("zigzag", True, 511, 100e6)],
+)
+def test_4_million_tokens_on_512_ranks(layout, is_causal, rank, limit):
+    """The sums of all blocks would be 671 MB, and their means and copies 2,188 MB. The choice itself has 27 MB."""
+    n, world = 2**22, 512
+    problem = Problem(BlockRule(128, SparsePatternConfig("adaptive", 0.1)), is_causal, 1, n, n, 32, 8)
+    shards, wire = Shards.even(n, world, layout), RecordingWire(rank, world)
+    held, inputs = held_sequences(problem, shards, rank), meta_inputs(n // world, problem, 128, torch.bfloat16)
+    counted = mean_bytes(problem, shards, rank, 128, 2)
+    peak = peak_extra_bytes(lambda: adaptive.choose_blocks(problem, held, shards, inputs, 0.1, wire), META)
+    assert counted.held < peak < limit
+    assert counted.received == wire.bytes
+    message = n // world // 128 * 8 * 128 * 4  # the key means of a shard
+    means = peak_extra_bytes(lambda: adaptive.exchange_means(held, shards, inputs, RecordingWire(rank, world)), META)
+    assert means <= counted.held + 5 * message + 32 * 64 * 128 * 4
+
+
+def meet(batches: list[list[tuple[dict[int, int], dict[int, int]]]]) -> None:
+    """Run the batches of all ranks by NCCL's rules: a rank begins a batch when its previous one has ended."""
+    at = [0] * len(batches)
+    open_ends = [[(dict(sent), dict(received)) for sent, received in own] for own in batches]
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in enumerate(open_ends):
+            while at[rank] < len(own) and own[at[rank]] == ({}, {}):
+                at[rank] += 1
+                moved = True
+            for peer, size in list(own[at[rank]][0].items()) if at[rank] < len(own) else ():
+                ready = open_ends[peer][at[peer]][1] if at[peer] < len(open_ends[peer]) else {}
+                if rank in ready:
+                    assert ready.pop(rank) == size, (rank, peer)
+                    del own[at[rank]][0][peer]
+                    moved = True
+    assert at == [len(own) for own in batches], "a deadlock"
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 7, 8, 16])
+def test_messages_meet_under_strict_order(world):
+    """Both ends of every message agree on its size, and no ranks wait for each other in a cycle."""
+    for seed in range(12):
+        case = FuzzCase.of(seed, world)
+        problem, batches = case.problem(), []
+        for rank in range(world):
+            wire, held = RecordingWire(rank, world), held_sequences(problem, case.shards, rank)
+            inputs = meta_inputs(case.shards.rows(rank), problem, HEAD_DIM, torch.float32)
+            adaptive.choose_blocks(problem, held, case.shards, inputs, 0.3, wire)
+            batches.append(wire.batches)
+            assert wire.bytes == mean_bytes(problem, case.shards, rank, HEAD_DIM, 4).received
+        meet(batches)
+
+
+def test_the_rule_finds_deadlocks():
+    with pytest.raises(AssertionError, match="a deadlock"):
+        meet([[({1: 4}, {}), ({}, {1: 4})], [({0: 4}, {}), ({}, {0: 4})]])
+
+
+class OnlyOn(TorchDispatchMode):
+    """Every tensor of every operator is on one device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        devices = {x.device.type for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)}
+        assert devices <= {self.device}, (func, devices)
+        return result
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_host_waits_once(seed):
+    """On the meta device, which has no values to wait for: nothing is read from it or copied to it but once."""
+    world, waits = 3, []
+    case = FuzzCase.of(seed, world)
+    problem, mode = case.problem(), OnlyOn("meta")
+
+    def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        waits.append(len(tensors))
+        mode.device = "cpu"
+        return [torch.zeros(x.shape, dtype=x.dtype, device="cpu") for x in tensors]
+
+    rank = max(range(world), key=case.shards.rows)
+    inputs, wire = meta_inputs(case.shards.rows(rank), problem, HEAD_DIM, torch.float32), RecordingWire(rank, world)
+    with pytest.MonkeyPatch.context() as patch, mode:
+        patch.setattr(adaptive, "_on_host", on_host)
+        adaptive.adaptive_sequences(problem, case.shards, inputs, 0.3, wire)
+    assert len(waits) == 1
+
+
+def test_one_copy_to_the_host(monkeypatch):
+    copies, plain = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x.shape) or plain(x))
+    tensors = [
+        torch.arange(6, dtype=torch.int32).view(2, 3),
+        torch.ones(5, dtype=torch.uint8),
+        torch.ones(0, dtype=torch.uint8),
+    ]
+    for x, y in zip(adaptive._on_host(tensors), tensors, strict=True):
+        assert torch.equal(x, y)
+        assert x.dtype == y.dtype
+    assert len(copies) == 1
+    assert adaptive._on_host([]) == []

@@ -74,7 +74,7 @@ def block_means(x: Tensor, skipped: int, block_size: int, dtype: torch.dtype) ->
     block = torch.arange(blocks, device=x.device)
     ends = ((block + 1) * block_size).clamp(max=skipped + rows)
     sizes = (ends - (block * block_size).clamp(min=skipped)).to(dtype)
-    return (sums / sizes[:, None, None]).transpose(1, 2)
+    return sums.div_(sizes[:, None, None]).transpose(1, 2)
 
 
 def _add_to_blocks_(sums: Tensor, x: Tensor, first: int, block_size: int) -> None:
