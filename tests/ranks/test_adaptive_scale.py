@@ -51,7 +51,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class FuzzCase:
+class AdaptiveCase:
     """A random adaptive call."""
 
     shards: Shards
@@ -64,7 +64,7 @@ class FuzzCase:
     more: dict[str, list[int]]
 
     @staticmethod
-    def of(seed: int, world: int) -> FuzzCase:
+    def of(seed: int, world: int) -> AdaptiveCase:
         r = random.Random(seed)
         longest = r.choice([3, 20, 50])
         lengths = [r.choice([0, 1, longest, r.randrange(longest + 1)]) for _ in range(world)]
@@ -80,7 +80,7 @@ class FuzzCase:
             more["cu_seqlens"] = [0, *sorted(r.randrange(n + 1) for _ in range(r.randrange(4))), n]
         heads, key_heads = r.choice([(1, 1), (2, 2), (4, 2), (4, 1), (3, 3), (6, 2)])
         ratio = r.choice([0.01, 0.3, 0.4, 0.75, 1.0])
-        return FuzzCase(
+        return AdaptiveCase(
             Shards.of(lengths, layout), layout, r.random() < 0.5, heads, key_heads, ratio, r.random() < 0.2, more
         )  # fmt: skip
 
@@ -101,7 +101,7 @@ class FuzzCase:
         return [q, k[:, :1].expand_as(k).contiguous() if self.equal_keys else k, v, dout]
 
 
-def check_attention(group, case: FuzzCase, seed: int) -> None:
+def check_attention(group, case: AdaptiveCase, seed: int) -> None:
     """Output, lse and gradients are those of one device."""
     q, k, v, dout = case.tensors(seed, torch.float64)
     pattern = BlockSparse.from_config(case.rule)
@@ -123,7 +123,7 @@ def check_attention(group, case: FuzzCase, seed: int) -> None:
         )  # fmt: skip
 
 
-def check_means(group, case: FuzzCase, seed: int) -> None:
+def check_means(group, case: AdaptiveCase, seed: int) -> None:
     """The means have the bits of one device. What is held and received is what the integers say."""
     rank, problem = dist.get_rank(group), case.problem()
     query, key, _, _ = case.tensors(seed, torch.float32)
@@ -153,7 +153,7 @@ def check_means(group, case: FuzzCase, seed: int) -> None:
 
 def check_fuzz(group, seeds: list[int]) -> None:
     for seed in seeds:
-        case = FuzzCase.of(seed, dist.get_world_size(group))
+        case = AdaptiveCase.of(seed, dist.get_world_size(group))
         try:
             check_attention(group, case, seed)
             check_means(group, case, seed)
@@ -166,6 +166,12 @@ def check_fuzz(group, seeds: list[int]) -> None:
 def test_random_cases_are_those_of_one_device(on_ranks, world):
     """Uneven and empty shards, both layouts, padded batches, packed documents, grouped heads, equal scores."""
     on_ranks(world, check_fuzz, list(range(1000 * world, 1000 * world + CASES_PER_WORLD)), spare=world % 2)
+
+
+def test_equal_scores_take_the_earlier_block(on_ranks):
+    """The means of blocks that several ranks hold have the bits of one device, also where their rows are added up."""
+    shards = Shards.of((50, 67, 50), "zigzag")
+    on_ranks(3, check_attention, AdaptiveCase(shards, "zigzag", True, 1, 1, 0.4, True, {}), 7002)
 
 
 def check_peak(group, is_causal: bool) -> None:
@@ -265,11 +271,11 @@ def meet(batches: list[list[tuple[dict[int, int], dict[int, int]]]]) -> None:
     assert at == [len(own) for own in batches], "a deadlock"
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
 def test_messages_meet_under_strict_order(world):
     """Both ends of every message agree on its size, and no ranks wait for each other in a cycle."""
-    for seed in range(12):
-        case = FuzzCase.of(seed, world)
+    for seed in range(8):
+        case = AdaptiveCase.of(seed, world)
         problem, batches = case.problem(), []
         for rank in range(world):
             wire, held = RecordingWire(rank, world), held_sequences(problem, case.shards, rank)
@@ -303,7 +309,7 @@ class OnlyOn(TorchDispatchMode):
 def test_the_host_waits_once(seed):
     """On the meta device, which has no values to wait for: nothing is read from it or copied to it but once."""
     world, waits = 3, []
-    case = FuzzCase.of(seed, world)
+    case = AdaptiveCase.of(seed, world)
     problem, mode = case.problem(), OnlyOn("meta")
 
     def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -36,10 +36,12 @@ def adaptive(query: Tensor, key: Tensor, rows: Rows, first: int, block_size: int
 def best_blocks(q: Tensor, k: Tensor, rows: Rows, scale: float, width: int) -> Tensor:
     """The choice of ``adaptive`` from the means of queries (B, H, Q, D) and of the first n key blocks (B, G, n, D).
 
-    The rows see no other blocks than these. The key means are not copied: one query head of each key head after the other
-    meets them, a limited number of scores at a time.
+    The rows see no other blocks than these. A limited number of scores exists at a time. Only few key means are copied for
+    each query head. If there are more, the query heads of a key head take turns.
     """
-    (batch, heads, count, d), (key_heads, n), dtype, device = q.shape, k.shape[1:3], q.dtype, q.device
+    (batch, heads, count, d), n, dtype, device = q.shape, k.shape[2], q.dtype, q.device
+    k = k.repeat_interleave(heads // k.shape[1], 1) if batch * heads * n * d <= _MAX_SCORES else k
+    key_heads = k.shape[1]
     pairs, per_key = batch * key_heads, heads // key_heads  # pairs of samples and key heads
     queries, keys = q.view(batch, key_heads, per_key, count, d), k.flatten(0, 1).transpose(1, 2)
     j, most = torch.arange(n, device=device), min(width, n)
