@@ -12,8 +12,8 @@ from dilated_attention_pytorch.distributed import shard_sequence
 from dilated_attention_pytorch.distributed.wire import Wire
 from rank_faults import LONG_S, TIMEOUT_S, WORLD, die, stall
 
-# With the number of the exchange at which rank 2 fails: of keys and values, of requests.
-CASES = {"hierarchical": (2, "keys and values"), "adaptive": (1, "requests")}
+# With the number of the exchange at which rank 2 fails: of keys and values, of means (two rounds), of requests.
+CASES = {"hierarchical": (2, "keys and values"), "adaptive": (1, "means of blocks"), "adaptive, later": (3, "requests")}
 
 
 def whole() -> torch.Tensor:
@@ -54,7 +54,7 @@ def check_failure(group, pattern: BlockSparse, act, exchange: int, what: str) ->
 
 @pytest.mark.parametrize("kind", CASES)
 def test_a_rank_that_stalls(own_ranks, kind):
-    pattern = BlockSparse.from_config(config(kind, 0.9))
+    pattern = BlockSparse.from_config(config(kind.partition(",")[0], 0.9))
     own_ranks.run(WORLD, check_failure, pattern, stall, *CASES[kind], timeout_s=TIMEOUT_S)
     own_ranks.run(WORLD, check_call, pattern)
 

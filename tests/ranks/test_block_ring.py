@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import block_oracle
+from adaptive_cases import ChoiceCase
 from block_cases import SIZE, config, table_of
 from dilated_attention_pytorch import (
     Attention,
@@ -89,6 +90,14 @@ class BlockCase(Case):
                 holders = [p for p in range(shards.world_size) if p != target and (p == rank or not sent)]
                 rows += sum(int(wanted[:, :, rows_of(shards, p, torch.device("cpu"))].sum()) for p in holders)
         return rows * 2 * 8 * self.dtype.itemsize
+
+    def choice_bytes(self, shards, rank, options) -> int:
+        if self.kind != "adaptive":
+            return 0
+        sequences = {name: tuple(options[name].tolist()) for name in ("lengths", "cu_seqlens") if name in options}
+        sizes = 2, self.heads, self.key_heads, 8, self.dtype.itemsize, SIZE, self.is_causal
+        received = ChoiceCase(*sizes, **sequences).received(shards, rank)
+        return received["rows"] + received["means"]
 
 
 def case(kind, rows, layout="contiguous", is_causal=False, heads=2, key_heads=2, transport="ring", **more) -> BlockCase:

@@ -125,9 +125,11 @@ class SparsePatternConfig:
         branches = ([int(x) for x in values.split(",") if x] for values in (lengths, rates))
         return SparsePatternConfig(kind, float(ratio), int(block_size), int(window), int(tokens), *branches)
 
-    def rows(self, first: int, blocks: int, is_causal: bool, device: torch.device | str = "cpu") -> rules.Rows:
-        """The query blocks ``first .. blocks - 1`` and their budgets."""
-        return rules.Rows.of(self.ratio, first, blocks, is_causal, device)
+    def rows(
+        self, first: int, blocks: int, is_causal: bool, device: torch.device | str = "cpu", stop: int | None = None
+    ) -> rules.Rows:
+        """The query blocks ``first .. stop - 1`` of ``blocks``, and their budgets; ``stop`` defaults to ``blocks``."""
+        return rules.Rows.of(self.ratio, first, blocks, is_causal, device, stop)
 
     def lists(self, first: int, blocks: int, is_causal: bool, stop: int | None = None) -> BlockLists:
         """The lists of the query blocks ``first .. stop - 1`` of a sequence of ``blocks`` blocks.
@@ -137,7 +139,7 @@ class SparsePatternConfig:
         >>> SparsePatternConfig("local_window", 0.5).lists(2, 4, is_causal=True).indices.tolist()
         [1, 2, 2, 3]
         """
-        size, rows = self.block_size, self.rows(first, blocks, is_causal)[: (blocks if stop is None else stop) - first]
+        size, rows = self.block_size, self.rows(first, blocks, is_causal, stop=stop)
         if self.pattern_type == "local_window":
             runs = rules.local_window(rows)
         elif self.pattern_type == "global_local":

@@ -28,9 +28,16 @@ class Rows:
     blocks: int  # n
 
     @staticmethod
-    def of(ratio: Fraction, first: int, blocks: int, is_causal: bool, device: torch.device | str = "cpu") -> Rows:
-        """The query blocks ``first .. blocks - 1``."""
-        i = torch.arange(first, blocks, dtype=torch.int32, device=device)
+    def of(
+        ratio: Fraction,
+        first: int,
+        blocks: int,
+        is_causal: bool,
+        device: torch.device | str = "cpu",
+        stop: int | None = None,
+    ) -> Rows:
+        """The query blocks ``first .. stop - 1`` of a sequence of ``blocks`` blocks; ``stop`` defaults to ``blocks``."""
+        i = torch.arange(first, blocks if stop is None else stop, dtype=torch.int32, device=device)
         visible = i + 1 if is_causal else torch.full_like(i, blocks)
         # Integer arithmetic is exact; in floating point, 0.07 * 100 is more than 7.
         budget = -(-visible.long() * ratio.numerator // ratio.denominator)
@@ -38,10 +45,6 @@ class Rows:
 
     def __getitem__(self, rows: slice) -> Rows:
         return Rows(self.i[rows], self.visible[rows], self.budget[rows], self.blocks)
-
-    def to(self, device: torch.device) -> Rows:
-        """The same query blocks on a device."""
-        return Rows(self.i.to(device), self.visible.to(device), self.budget.to(device), self.blocks)
 
     @property
     def right(self) -> Tensor:
