@@ -1,0 +1,282 @@
+"""A test transport: messages and collectives of the device travel over gloo, under the rules of NCCL.
+
+    with nccl_rules(group, seed=3):
+        attention(..., group=group)         the CPU is a device whose backend is called "nccl"
+
+The rules, as torch.distributed and NCCL document them:
+
+* The first operation of a group is a collective of all ranks, which makes the communicator. A batch of messages before it
+  is an error.
+* Batches and collectives of a rank are executed in the order of posting, one at a time, by a thread in place of the
+  stream. An operation starts when the previous one has ended. Ranks that post in conflicting orders never end. After
+  ``timeout_s`` every such rank raises, and the error names the operation that each rank stands at.
+* The messages of a batch progress independently of one another. The batch ends with the last of them and has one handle.
+* There are no tags: the i-th send from p to q meets the i-th receive of q from p. Both ends have the same number of
+  elements of the same type.
+* Tensors are contiguous. What is sent is read when the operation is executed, not when it is posted. What is received is
+  undefined until the handle has been waited for; here it is NaN.
+
+Before every operation, the thread sleeps for a random time, drawn from the seed and the rank.
+
+The ranks compare arguments over the group itself, as in a group ``"cpu:gloo,cuda:nccl"``. With ``only_nccl=True`` the
+comparison is an operation of the device, as in a group ``"nccl"``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dilated_attention_pytorch.distributed import agreement, wire
+
+HOST_MODULES = (agreement.__name__,)  # their collectives are those of the host
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast", "barrier")
+REFUSED = ("all_to_all", "reduce_scatter", "reduce_scatter_tensor", "send", "recv")  # of no use so far
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+SETTLE_S = 1.0  # after a failure, for the other ranks to say where they stand
+# What torch.distributed has when this module is imported. Patches of tests around it are not seen by the thread.
+PLAIN = {name: getattr(dist, name) for name in (*COLLECTIVES, "isend", "irecv")}
+
+
+class RuleError(AssertionError):
+    """An operation that NCCL would not execute, or would execute wrongly."""
+
+
+class Handle:
+    """The one handle of an operation."""
+
+    def __init__(self, result: Future[None]) -> None:
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the operation has ended."""
+        self._result.result()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended."""
+        return self._result.done()
+
+
+class Communicator:
+    """The operations of one rank in one group: a thread in place of the stream, and gloo under it."""
+
+    def __init__(self, group: dist.ProcessGroup, seed: int, timeout_s: float, delay_s: float) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        # A group of its own, so that no message of the caller can meet one of these.
+        self.gloo = dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo", use_local_synchronization=True)
+        self.rank, self.ranks, self.timeout_s, self.delay_s = dist.get_rank(group), ranks, timeout_s, delay_s
+        self.random = random.Random(f"{seed} {self.rank}")
+        self.made = False  # by the first collective
+        self.posted = 0
+        self.messages: Counter[tuple[str, int]] = Counter()  # by direction and peer
+        self.failure: BaseException | None = None
+        self.operations: queue.SimpleQueue[tuple[str, Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Execute what is posted. At the end, wait for all of it and raise if an operation failed."""
+        thread = Thread(target=self._execute_all, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.operations.put(None)  # ends the thread, also if the caller raises
+        thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def post(self, name: str, execute: Callable[[], None]) -> Handle:
+        """Execute this after all that was posted before."""
+        result: Future[None] = Future()
+        self.posted += 1
+        self.operations.put((f"operation {self.posted}, {name}", execute, result))
+        return Handle(result)
+
+    def post_batch(self, operations: list[dist.P2POp]) -> list[Handle]:
+        """The messages of ``batch_isend_irecv``."""
+        described = [self._described(operation) for operation in operations]
+        name = f"a batch: {', '.join(described)}"
+        if not self.made:
+            raise RuleError(
+                f"the first operation of a group must be a collective of all ranks, got on rank {self.rank} {name}"
+            )
+        for operation in operations:
+            _check_contiguous(name, operation.tensor)
+            if operation.op is dist.irecv:
+                _poison(operation.tensor)
+
+        def message(operation: dist.P2POp) -> Callable[[], None]:
+            sending, peer = operation.op is dist.isend, operation.group_peer
+            self.messages["to" if sending else "from", peer] += 1
+            number = self.messages["to" if sending else "from", peer]
+            return lambda: self._message(sending, peer, number, operation.tensor)
+
+        def execute() -> None:
+            messages = [message(operation) for operation in operations]
+            with ThreadPoolExecutor(len(messages)) as threads:
+                for done in [threads.submit(each) for each in messages]:
+                    done.result()
+
+        return [self.post(name, execute)]
+
+    def post_collective(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Handle | None:
+        """A collective; the handle, or None if the caller waits for it here."""
+        asynchronous = options.pop("async_op", False)
+        options["group"] = self.gloo
+        tensors = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)]
+        text = f"{name} of {', '.join(_shown(x) for x in tensors[:1])}{' ...' if len(tensors) > 1 else ''}"
+        for x in tensors:
+            _check_contiguous(text, x)
+        sizes = [sum(x.numel() for x in tensors), DTYPES.index(tensors[0].dtype) if tensors else -1]
+
+        def execute() -> None:
+            own = torch.tensor([COLLECTIVES.index(name), *sizes])
+            every = [torch.empty_like(own) for _ in self.ranks]
+            PLAIN["all_gather"](every, own, group=self.gloo)
+            if any(not torch.equal(other, own) for other in every):
+                got = ", ".join(f"{COLLECTIVES[x[0]]} of {x[1]} elements" for x in torch.stack(every).tolist())
+                raise RuleError(f"all ranks must make the same collective, got {got}")
+            PLAIN[name](*args, **options)
+
+        self.made = True
+        handle = self.post(text, execute)
+        if asynchronous:
+            return handle
+        handle.wait()
+        return None
+
+    def _described(self, operation: dist.P2POp) -> str:
+        verb = "send" if operation.op is dist.isend else "receive"
+        preposition = "to" if operation.op is dist.isend else "from"
+        return f"{verb} {_shown(operation.tensor)} {preposition} rank {operation.group_peer}"
+
+    def _message(self, sending: bool, peer: int, number: int, x: Tensor) -> None:
+        """Compare sizes with the other end, then transfer."""
+        tag, here = 3 * number, torch.tensor([x.numel(), DTYPES.index(x.dtype)])
+        there = torch.empty_like(here)
+        to, origin = {"group": self.gloo, "group_dst": peer}, {"group": self.gloo, "group_src": peer}
+        sent = PLAIN["isend"](here, **to, tag=tag if sending else tag + 1)
+        PLAIN["irecv"](there, **origin, tag=tag + 1 if sending else tag).wait()
+        sent.wait()
+        if not torch.equal(here, there):
+            ends = [f"{count} x {DTYPES[dtype]}" for count, dtype in (here.tolist(), there.tolist())]
+            verb = "sends {} and rank {} receives {}" if sending else "receives {} and rank {} sends {}"
+            text = f"rank {self.rank} " + verb.format(ends[0], peer, ends[1])
+            raise RuleError(f"both ends of a message must have as many elements of one type, got: {text} (message {number})")
+        if sending:
+            PLAIN["isend"](x, **to, tag=tag + 2).wait()
+        else:
+            PLAIN["irecv"](x, **origin, tag=tag + 2).wait()
+
+    def _execute_all(self) -> None:
+        torch.set_num_threads(1)
+        while (operation := self.operations.get()) is not None:
+            name, execute, result = operation
+            try:
+                if self.failure is not None:
+                    raise RuleError(f"an earlier operation of this rank failed: {self.failure}")
+                if self.random.random() < 0.5:
+                    time.sleep(self.random.random() * self.delay_s)
+                execute()
+                result.set_result(None)
+            except BaseException as error:  # noqa: BLE001  whatever it is, the caller gets it
+                if isinstance(error, RuntimeError):  # of gloo, which waited for too long or lost a rank that did
+                    error = RuleError(self._deadlock(name, error))
+                self.failure = self.failure or error
+                result.set_exception(error)
+
+    def _deadlock(self, name: str, error: BaseException) -> str:
+        """Who stands where, as far as the ranks have said so in the store."""
+        store, stands = self.gloo.get_group_store(), {self.rank: name}
+        store.set(f"stands {self.rank}", name)
+        stop = time.monotonic() + SETTLE_S
+        while len(stands) < len(self.ranks) and time.monotonic() < stop:
+            time.sleep(0.05)
+            for rank in range(len(self.ranks)):
+                if rank not in stands and store.check([f"stands {rank}"]):
+                    stands[rank] = store.get(f"stands {rank}").decode()
+        lines = [f"  rank {rank}: {stands.get(rank, 'in no operation')}" for rank in range(len(self.ranks))]
+        waited = f"these operations did not end within {self.timeout_s} s"
+        return "\n".join([f"operations must be posted in orders that fit on all ranks; {waited}:", *lines, str(error)])
+
+
+def _shown(x: Tensor) -> str:
+    return f"{x.numel()} x {str(x.dtype).removeprefix('torch.')}"
+
+
+def _check_contiguous(name: str, x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise RuleError(f"tensors must be contiguous, got strides {x.stride()} of sizes {tuple(x.shape)} in {name}")
+
+
+def _poison(x: Tensor) -> None:
+    if x.dtype != torch.bool:
+        x.detach().fill_(torch.nan if x.is_floating_point() else 99)
+
+
+_communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def nccl_rules(
+    group: dist.ProcessGroup, seed: int = 0, *, timeout_s: float = 60.0, delay_s: float = 0.002, only_nccl: bool = False
+) -> Iterator[Communicator]:
+    """The rules for all calls over this group. A group that has had them before gets the same communicator."""
+    if group not in _communicators:
+        _communicators[group] = Communicator(group, seed, timeout_s, delay_s)
+    communicator = _communicators[group]
+    plain_backend = wire.backend_for
+
+    def backend_for(device: str, of: dist.ProcessGroup) -> str | None:
+        return "nccl" if of is group and device == "cpu" else plain_backend(device, of)
+
+    def backend_for_comparison(device: str, of: dist.ProcessGroup) -> str | None:
+        return None if of is group and device == "cpu" and only_nccl else plain_backend(device, of)
+
+    def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
+        of = operations[0].group or dist.group.WORLD
+        return communicator.post_batch(operations) if of is group else plain_batch(operations)
+
+    def collective(name: str) -> Callable[..., Any]:
+        plain = getattr(dist, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            of_host = sys._getframe(1).f_globals["__name__"] in HOST_MODULES and not only_nccl
+            if of_host or (options.get("group") or dist.group.WORLD) is not group:
+                return plain(*args, **options)
+            return communicator.post_collective(name, args, options)
+
+        return call
+
+    def refused(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            raise NotImplementedError(f"the rules of NCCL do not have {name} yet")
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, communicator.running():
+        plain_batch = dist.batch_isend_irecv
+        patch.setattr(wire, "backend_for", backend_for)
+        patch.setattr(agreement, "backend_for", backend_for_comparison)
+        patch.setattr(dist, "batch_isend_irecv", batch_isend_irecv)
+        for name in COLLECTIVES:
+            patch.setattr(dist, name, collective(name))
+        for name in REFUSED:
+            patch.setattr(dist, name, refused(name))
+        yield communicator
