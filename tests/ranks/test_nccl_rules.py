@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from block_cases import config
+from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, attention
+from dilated_attention_pytorch.distributed import Shards, gather_sequence
 from nccl_rules import RuleError, nccl_rules
 
+PATTERN = Dilated([8, 24], [1, 2])
 WAIT_S = 2.0  # of operations that never end
 
 
-def swap(group, *tags: int) -> tuple[list[dist.P2POp], torch.Tensor, torch.Tensor]:
+def swap(group) -> tuple[list[dist.P2POp], torch.Tensor, torch.Tensor]:
     """Operations that exchange two numbers between ranks 0 and 1: the operations, what is sent and what is received."""
     rank = dist.get_rank(group)
     peer, sent, received = dist.get_process_group_ranks(group)[1 - rank], torch.full((2,), 1.0 + rank), torch.zeros(2)
@@ -42,23 +45,28 @@ def test_the_first_operation_is_a_collective(on_ranks):
     on_ranks(2, check_first, spare=1)
 
 
+def run_under_rules(group, steps) -> None:
+    """Make the communicator, then post operations."""
+    with nccl_rules(group, timeout_s=WAIT_S):
+        connect(group)
+        for step in steps:
+            step()
+
+
 def check_order(group, wrong: str) -> None:
     """Both ranks send, then receive; or one begins with a collective, the other with a message."""
     rank = dist.get_rank(group)
     (send, receive), _, received = swap(group)
     if wrong == "two batches":
         steps = [lambda: dist.batch_isend_irecv([send]), lambda: dist.batch_isend_irecv([receive])]
+        here = ("a batch: send 2 x float32 to rank 1", "a batch: send 2 x float32 to rank 0")
     else:
-        first = [lambda: dist.batch_isend_irecv([send, receive]), lambda: dist.all_reduce(torch.zeros(3), group=group)]
-        steps = first if rank == 0 else first[::-1]
-    here = ("a batch: send 2 x float32 to rank 1", "a batch: send 2 x float32 to rank 0")
-    if wrong != "two batches":
+        steps = [lambda: dist.batch_isend_irecv([send, receive]), lambda: dist.all_reduce(torch.zeros(3), group=group)]
+        steps = steps if rank == 0 else steps[::-1]
         here = ("a batch: send 2 x float32 to rank 1, receive 2 x float32 from rank 1", "all_reduce of 3 x float32")
-    stand = rf"(?s)orders that fit .* within {WAIT_S} s:\n  rank 0: operation 2, {here[0]}\n  rank 1: operation 2, {here[1]}"
-    with pytest.raises(RuleError, match=stand), nccl_rules(group, timeout_s=WAIT_S):
-        connect(group)
-        for step in steps:
-            step()
+    stand = rf"\n  rank 0: operation 2, {here[0]}\n  rank 1: operation 2, {here[1]}"
+    with pytest.raises(RuleError, match=rf"(?s)orders that fit .* within {WAIT_S} s:{stand}"):
+        run_under_rules(group, steps)
     assert wrong == "a collective" or received.isnan().all()
 
 
@@ -70,11 +78,9 @@ def test_orders_that_do_not_fit(on_ranks, wrong):
 
 def check_sizes(group, here: torch.Tensor, there: torch.Tensor, message: str) -> None:
     rank = dist.get_rank(group)
-    with pytest.raises(RuleError, match=message), nccl_rules(group, timeout_s=WAIT_S):
-        connect(group)
-        operation = dist.isend if rank == 0 else dist.irecv
-        (handle,) = dist.batch_isend_irecv([dist.P2POp(operation, here if rank == 0 else there, 1 - rank, group)])
-        handle.wait()
+    operation, x = (dist.isend, here) if rank == 0 else (dist.irecv, there)
+    with pytest.raises(RuleError, match=message):
+        run_under_rules(group, [lambda: dist.batch_isend_irecv([dist.P2POp(operation, x, 1 - rank, group)])])
 
 
 @pytest.mark.parametrize(
@@ -88,13 +94,15 @@ def test_sizes_of_both_ends(on_ranks, here, there):
 
 def check_swapped_sizes(group) -> None:
     """Two messages whose tags fit and whose order does not: NCCL has no tags."""
-    rank = dist.get_rank(group)
-    sizes = {7: 3, 8: 4}
-    with pytest.raises(RuleError, match="as many elements"), nccl_rules(group, timeout_s=WAIT_S):
-        connect(group)
-        for tag in (7, 8) if rank == 0 else (8, 7):
-            operation = dist.isend if rank == 0 else dist.irecv
-            dist.batch_isend_irecv([dist.P2POp(operation, torch.zeros(sizes[tag]), 1 - rank, group, tag)])
+    rank, sizes = dist.get_rank(group), {7: 3, 8: 4}
+
+    def post(tag: int) -> None:
+        operation = dist.isend if rank == 0 else dist.irecv
+        dist.batch_isend_irecv([dist.P2POp(operation, torch.zeros(sizes[tag]), 1 - rank, group, tag)])
+
+    tags = (7, 8) if rank == 0 else (8, 7)
+    with pytest.raises(RuleError, match="as many elements"):
+        run_under_rules(group, [lambda tag=tag: post(tag) for tag in tags])
 
 
 def test_messages_in_another_order(on_ranks):
@@ -111,7 +119,8 @@ def check_no_tags(group) -> None:
         tags = (7, 8, 9) if rank == 0 else (9, 8, 7)
         if rank == 1:
             dist.barrier(group=dist.group.WORLD)  # of the host: rank 0 has posted and overwritten
-        works = [dist.batch_isend_irecv([dist.P2POp(operation, x, 1 - rank, group, t)]) for x, t in zip(tensors, tags)]
+        pairs = zip(tensors, tags, strict=True)
+        works = [dist.batch_isend_irecv([dist.P2POp(operation, x, 1 - rank, group, tag)]) for x, tag in pairs]
         if rank == 0:
             tensors[2].fill_(30.0)
             dist.barrier(group=dist.group.WORLD)
@@ -147,13 +156,104 @@ def check_collectives(group) -> None:
     assert x.tolist() == [world * (world - 1) / 2] * 2
     assert torch.cat(every).tolist() == flat.tolist() == list(range(world))
     assert turned.tolist() == [10.0 * p + rank for p in range(world)]
-    with pytest.raises(RuleError, match="all ranks must make the same collective, got all_reduce of 1 el.*all_gather of 4"):
-        with nccl_rules(group, timeout_s=WAIT_S):
-            if rank == 1:
-                dist.all_gather(every, torch.zeros(1), group=group)
-            else:
-                dist.all_reduce(torch.zeros(1), group=group)
+
+    def gather() -> None:
+        dist.all_gather(every, torch.zeros(1), group=group)
+
+    def add() -> None:
+        dist.all_reduce(torch.zeros(1), group=group)
+
+    with pytest.raises(RuleError, match=r"must make the same collective, got all_reduce of 1 el.*all_gather of 4"):
+        run_under_rules(group, [gather if rank == 1 else add])
 
 
 def test_collectives(on_ranks):
     on_ranks(3, check_collectives)
+
+
+def check_first_call(group, only_nccl: bool) -> None:
+    """Ranks 0 and 1 share a document, and rank 2 exchanges nothing; then a call without any message."""
+    rank = dist.get_rank(group)
+    x = torch.randn(1, 24, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mine = slice(8 * rank, 8 * rank + 8)
+    for number, cuts in enumerate(([0, 12, 16, 24], [0, 8, 16, 24])):
+        own = x[:, mine].clone().requires_grad_()
+        # A group without a communicator for each, with ranks that have other numbers in the default group.
+        fresh = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+        with nccl_rules(fresh, number, only_nccl=only_nccl):
+            out = attention(own, own, own, PATTERN, cu_seqlens=torch.tensor(cuts), group=fresh)
+            (grad,) = torch.autograd.grad(out.square().sum(), own)
+            whole = gather_sequence(out.detach(), fresh)
+        one = x.clone().requires_grad_()
+        expected = attention(one, one, one, PATTERN, cu_seqlens=torch.tensor(cuts), backend="reference")
+        (expected_grad,) = torch.autograd.grad(expected.square().sum(), one)
+        torch.testing.assert_close(whole, expected.detach(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(grad, expected_grad[:, mine], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("only_nccl", [False, True])
+def test_first_call_without_messages(on_ranks, only_nccl):
+    """The communicator is made by all ranks, also by those that have nothing to send, with and without gloo."""
+    on_ranks(3, check_first_call, only_nccl, spare=1)
+
+
+class HostReads(TorchDispatchMode):
+    """Count what makes the host wait for the device: comparisons, and values of tensors that are read on the host."""
+
+    METHODS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+    OPERATORS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2")
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        for name in self.METHODS:
+            patch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
+        for name in ("all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier"):
+            patch.setattr(dist, name, self._counted(name, getattr(dist, name)))
+
+    def _counted(self, name: str, plain):
+        def call(*args, **options):
+            self.found.append(name)
+            return plain(*args, **options)
+
+        return call
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in self.OPERATORS:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def check_capture(group, pattern, options: dict, reads: bool) -> None:
+    """Two calls, forward and backward; what the second one reads on the host."""
+    world = dist.get_world_size(group)
+    shards = Shards.of([16] * world, "contiguous")
+    x = torch.randn(3, 1, 16, 2, 4).unbind(0)
+    with nccl_rules(group):
+        for number in range(2):
+            inputs = [own.clone().requires_grad_() for own in x]
+            dout = torch.ones_like(inputs[0])
+            with pytest.MonkeyPatch.context() as patch, HostReads(patch) as host:
+                out = attention(*inputs, pattern, group=Sharding(group, shards, transport="ring"), **options)
+                torch.autograd.grad(out, inputs, dout)
+            assert number == 0 or bool(host.found) == reads, host.found
+
+
+WINDOW, ADAPTIVE = (BlockSparse.from_config(config(kind)) for kind in ("local_window", "adaptive"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "reads"),
+    [
+        (PATTERN, {"is_causal": True}, False),
+        (PATTERN, {"dropout_p": 0.2, "seed": 3}, False),
+        (WINDOW, {}, False),
+        (PATTERN, {"dropout_p": 0.2}, True),
+        (ADAPTIVE, {}, True),
+    ],
+    ids=["dilated", "seed", "blocks", "no seed", "adaptive"],
+)
+def test_what_a_graph_can_capture(on_ranks, pattern, options, reads):
+    """With known shards, an integer seed and a static pattern, the second call compares nothing and reads nothing."""
+    on_ranks(3, check_capture, pattern, options, reads)

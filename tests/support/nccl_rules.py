@@ -178,7 +178,7 @@ class Communicator:
             ends = [f"{count} x {DTYPES[dtype]}" for count, dtype in (here.tolist(), there.tolist())]
             verb = "sends {} and rank {} receives {}" if sending else "receives {} and rank {} sends {}"
             text = f"rank {self.rank} " + verb.format(ends[0], peer, ends[1])
-            raise RuleError(f"both ends of a message must have as many elements of one type, got: {text} (message {number})")
+            raise RuleError(f"both ends of a message must have as many elements of one type, got: {text}, message {number}")
         if sending:
             PLAIN["isend"](x, **to, tag=tag + 2).wait()
         else:
