@@ -20,7 +20,7 @@ from fuzz_cases import draw, one_device, run_together
 from nccl_rules import nccl_rules
 from ring_cases import NAMES
 
-CASES, SEED = int(os.environ.get("FUZZ_CASES", "16")), int(os.environ.get("FUZZ_SEED", "0"))
+CASES, SEED = int(os.environ.get("FUZZ_CASES", "10")), int(os.environ.get("FUZZ_SEED", "0"))
 TOGETHER = 2
 WORLDS = (2, 3, 4, 5, 7, 8)
 
@@ -36,7 +36,6 @@ def check_cases(group, seeds: range) -> None:
         try:
             plain = run_together(some, group)
             with nccl_rules(under_rules, seeds[first]):
-                dist.all_reduce(torch.zeros(1), group=under_rules)  # HACK
                 ruled = run_together(some, under_rules)
             for i, case in enumerate(some):
                 truth = [wanted[first + i]]

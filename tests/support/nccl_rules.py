@@ -15,6 +15,8 @@ The rules, as torch.distributed and NCCL document them:
   elements of the same type.
 * Tensors are contiguous. What is sent is read when the operation is executed, not when it is posted. What is received is
   undefined until the handle has been waited for; here it is NaN.
+* ``wait`` lets the stream of the caller wait, not the host. The host of a rank that only sends is therefore far ahead of
+  the ranks that receive. What it overwrites after ``wait`` does not change what is sent.
 
 Before every operation, the thread sleeps for a random time, drawn from the seed and the rank.
 
@@ -33,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from threading import Thread
+from threading import Event, Lock, Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilated_attention_pytorch.distributed import agreement, wire
+from dilated_attention_pytorch.distributed import agreement, watch, wire
 
 HOST_MODULES = (agreement.__name__,)  # their collectives are those of the host
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast", "barrier")
@@ -57,15 +59,39 @@ class RuleError(AssertionError):
     """An operation that NCCL would not execute, or would execute wrongly."""
 
 
+class Outgoing:
+    """A tensor that is sent. It is read when the other end is there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._lock, self._is_read, self.sent = tensor, Lock(), False, Event()
+
+    def read(self) -> Tensor:
+        """What is sent."""
+        with self._lock:
+            self._is_read = True
+            return self._tensor
+
+    def release(self) -> None:
+        """Permit the caller to overwrite the tensor, as a stream does that waits for the message."""
+        with self._lock:
+            if not self._is_read:
+                self._tensor = self._tensor.clone()
+                return
+        self.sent.wait()
+
+
 class Handle:
     """The one handle of an operation."""
 
-    def __init__(self, result: Future[None]) -> None:
-        self._result = result
+    def __init__(self, result: Future[None], outgoing: list[Outgoing]) -> None:
+        self._result, self._outgoing = result, outgoing
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the operation has ended."""
-        self._result.result()
+        """Return when the operation has ended; if it only sends, when its tensors may be overwritten."""
+        if not self._outgoing:
+            self._result.result()
+        for outgoing in self._outgoing:
+            outgoing.release()
         return True
 
     def is_completed(self) -> bool:
@@ -101,12 +127,14 @@ class Communicator:
         if self.failure is not None:
             raise self.failure
 
-    def post(self, name: str, execute: Callable[[], None]) -> Handle:
-        """Execute this after all that was posted before."""
+    def post(self, name: str, execute: Callable[[], None], outgoing: list[Outgoing]) -> Handle:
+        """Execute this after all that was posted before. ``outgoing`` has the tensors of an operation that only sends."""
+        if self.failure is not None:
+            raise self.failure
         result: Future[None] = Future()
         self.posted += 1
         self.operations.put((f"operation {self.posted}, {name}", execute, result))
-        return Handle(result)
+        return Handle(result, outgoing)
 
     def post_batch(self, operations: list[dist.P2POp]) -> list[Handle]:
         """The messages of ``batch_isend_irecv``."""
@@ -121,19 +149,26 @@ class Communicator:
             if operation.op is dist.irecv:
                 _poison(operation.tensor)
 
+        sent = {id(x): Outgoing(x.tensor) for x in operations if x.op is dist.isend}
+
         def message(operation: dist.P2POp) -> Callable[[], None]:
-            sending, peer = operation.op is dist.isend, operation.group_peer
-            self.messages["to" if sending else "from", peer] += 1
-            number = self.messages["to" if sending else "from", peer]
-            return lambda: self._message(sending, peer, number, operation.tensor)
+            outgoing, peer = sent.get(id(operation)), operation.group_peer
+            direction = "from" if outgoing is None else "to", peer
+            self.messages[direction] += 1
+            number = self.messages[direction]
+            return lambda: self._message(peer, number, operation.tensor, outgoing)
 
         def execute() -> None:
             messages = [message(operation) for operation in operations]
-            with ThreadPoolExecutor(len(messages)) as threads:
-                for done in [threads.submit(each) for each in messages]:
-                    done.result()
+            try:
+                with ThreadPoolExecutor(len(messages)) as threads:
+                    for done in [threads.submit(each) for each in messages]:
+                        done.result()
+            finally:
+                for outgoing in sent.values():
+                    outgoing.sent.set()
 
-        return [self.post(name, execute)]
+        return [self.post(name, execute, list(sent.values()) if len(sent) == len(operations) else [])]
 
     def post_collective(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Handle | None:
         """A collective; the handle, or None if the caller waits for it here."""
@@ -155,7 +190,7 @@ class Communicator:
             PLAIN[name](*args, **options)
 
         self.made = True
-        handle = self.post(text, execute)
+        handle = self.post(text, execute, [])
         if asynchronous:
             return handle
         handle.wait()
@@ -166,8 +201,9 @@ class Communicator:
         preposition = "to" if operation.op is dist.isend else "from"
         return f"{verb} {_shown(operation.tensor)} {preposition} rank {operation.group_peer}"
 
-    def _message(self, sending: bool, peer: int, number: int, x: Tensor) -> None:
+    def _message(self, peer: int, number: int, x: Tensor, outgoing: Outgoing | None) -> None:
         """Compare sizes with the other end, then transfer."""
+        sending = outgoing is not None
         tag, here = 3 * number, torch.tensor([x.numel(), DTYPES.index(x.dtype)])
         there = torch.empty_like(here)
         to, origin = {"group": self.gloo, "group_dst": peer}, {"group": self.gloo, "group_src": peer}
@@ -179,10 +215,11 @@ class Communicator:
             verb = "sends {} and rank {} receives {}" if sending else "receives {} and rank {} sends {}"
             text = f"rank {self.rank} " + verb.format(ends[0], peer, ends[1])
             raise RuleError(f"both ends of a message must have as many elements of one type, got: {text}, message {number}")
-        if sending:
-            PLAIN["isend"](x, **to, tag=tag + 2).wait()
-        else:
+        if outgoing is None:
             PLAIN["irecv"](x, **origin, tag=tag + 2).wait()
+        else:
+            PLAIN["isend"](outgoing.read(), **to, tag=tag + 2).wait()
+            outgoing.sent.set()
 
     def _execute_all(self) -> None:
         torch.set_num_threads(1)
@@ -246,8 +283,13 @@ def nccl_rules(
     def backend_for(device: str, of: dist.ProcessGroup) -> str | None:
         return "nccl" if of is group and device == "cpu" else plain_backend(device, of)
 
-    def backend_for_comparison(device: str, of: dist.ProcessGroup) -> str | None:
+    def backend_of_host(device: str, of: dist.ProcessGroup) -> str | None:
         return None if of is group and device == "cpu" and only_nccl else plain_backend(device, of)
+
+    def init(self: wire.Wire, of: dist.ProcessGroup, device: torch.device) -> None:
+        plain_init(self, of, device)
+        if of is group:
+            self._acknowledges = not only_nccl  # the group has gloo for the tensors of the host
 
     def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
         of = operations[0].group or dist.group.WORLD
@@ -271,9 +313,11 @@ def nccl_rules(
         return call
 
     with pytest.MonkeyPatch.context() as patch, communicator.running():
-        plain_batch = dist.batch_isend_irecv
+        plain_batch, plain_init = dist.batch_isend_irecv, wire.Wire.__init__
         patch.setattr(wire, "backend_for", backend_for)
-        patch.setattr(agreement, "backend_for", backend_for_comparison)
+        patch.setattr(wire.Wire, "__init__", init)
+        for module in (agreement, watch):
+            patch.setattr(module, "backend_for", backend_of_host)
         patch.setattr(dist, "batch_isend_irecv", batch_isend_irecv)
         for name in COLLECTIVES:
             patch.setattr(dist, name, collective(name))
