@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from block_cases import config
 from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, attention
 from dilated_attention_pytorch.distributed import Shards, gather_sequence
+from dilated_attention_pytorch.distributed.watch import GroupError
 from nccl_rules import RuleError, nccl_rules
+from rank_faults import LONG_S, die
 
 PATTERN = Dilated([8, 24], [1, 2])
 WAIT_S = 2.0  # of operations that never end
@@ -196,6 +199,48 @@ def check_first_call(group, only_nccl: bool) -> None:
 def test_first_call_without_messages(on_ranks, only_nccl):
     """The communicator is made by all ranks, also by those that have nothing to send, with and without gloo."""
     on_ranks(3, check_first_call, only_nccl, spare=1)
+
+
+def check_backwards(group) -> None:
+    """Two calls of the same sizes, whose backwards rank 1 runs in the other order."""
+    rank = dist.get_rank(group)
+    inputs = [own.clone().requires_grad_() for own in torch.randn(2, 1, 8, 2, 4)]
+
+    def train() -> None:
+        with nccl_rules(group):
+            outs = [attention(own, own, own, PATTERN, group=group) for own in inputs]
+            for number in (0, 1) if rank == 1 else (1, 0):
+                torch.autograd.grad(outs[number].sum(), inputs[number])
+
+    with pytest.raises(GroupError, match=r"in the backward of call \d and rank \d in the backward of call \d; all ranks"):
+        train()
+
+
+def test_backwards_in_another_order(own_ranks):
+    """NCCL has no tags, but the ranks send acknowledgements over gloo."""
+    own_ranks.run(3, in_a_group_of_its_own, check_backwards)
+
+
+def check_death(group) -> None:
+    """The last rank dies between two calls that compare nothing."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    x, shards = torch.randn(1, 8, 2, 4), Shards.of([8] * world, "contiguous")
+
+    def call_twice() -> None:
+        with nccl_rules(group):
+            for number in range(2):
+                if number == 1 and rank == world - 1:
+                    die()
+                attention(x, x, x, Dilated([64], [1]), group=Sharding(group, shards, transport="ring"))
+
+    start = time.monotonic()
+    with pytest.raises(GroupError, match=rf"\brank {world - 1} has ended or left the group"):
+        call_twice()
+    assert time.monotonic() - start < 10.0
+
+
+def test_a_rank_that_dies(own_ranks):
+    own_ranks.run(4, in_a_group_of_its_own, check_death, leaving=[3], timeout_s=LONG_S)
 
 
 class HostSteps(TorchDispatchMode):

@@ -16,7 +16,8 @@ The rules, as torch.distributed and NCCL document them:
 * Tensors are contiguous. What is sent is read when the operation is executed, not when it is posted. What is received is
   undefined until the handle has been waited for; here it is NaN.
 * ``wait`` lets the stream of the caller wait, not the host. The host of a rank that only sends is therefore far ahead of
-  the ranks that receive. What it overwrites after ``wait`` does not change what is sent.
+  the ranks that receive. What it overwrites after ``wait`` does not change what is sent. A host that receives waits here,
+  because it computes; it goes on if its watch knows of a failure, as it would with NCCL.
 
 Before every operation, the thread sleeps for a random time, drawn from the seed and the rank.
 
@@ -83,13 +84,15 @@ class Outgoing:
 class Handle:
     """The one handle of an operation."""
 
-    def __init__(self, result: Future[None], outgoing: list[Outgoing]) -> None:
-        self._result, self._outgoing = result, outgoing
+    def __init__(self, result: Future[None], outgoing: list[Outgoing], has_failed: Callable[[], bool]) -> None:
+        self._result, self._outgoing, self._has_failed = result, outgoing, has_failed
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the operation has ended; if it only sends, when its tensors may be overwritten."""
-        if not self._outgoing:
-            self._result.result()
+        while not self._outgoing and not self._has_failed():
+            with contextlib.suppress(TimeoutError):
+                self._result.result(0.1)
+                break
         for outgoing in self._outgoing:
             outgoing.release()
         return True
@@ -108,6 +111,7 @@ class Communicator:
         self.gloo = dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo", use_local_synchronization=True)
         self.rank, self.ranks, self.timeout_s, self.delay_s = dist.get_rank(group), ranks, timeout_s, delay_s
         self.random = random.Random(f"{seed} {self.rank}")
+        self.watch = watch.watch_of(group)
         self.made = False  # by the first collective
         self.posted = 0
         self.messages: Counter[tuple[str, int]] = Counter()  # by direction and peer
@@ -134,7 +138,7 @@ class Communicator:
         result: Future[None] = Future()
         self.posted += 1
         self.operations.put((f"operation {self.posted}, {name}", execute, result))
-        return Handle(result, outgoing)
+        return Handle(result, outgoing, lambda: self.watch._found is not None)
 
     def post_batch(self, operations: list[dist.P2POp]) -> list[Handle]:
         """The messages of ``batch_isend_irecv``."""
