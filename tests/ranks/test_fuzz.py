@@ -1,7 +1,8 @@
 """Random sharded calls on 2 to 8 ranks, next to dense attention of the whole sequence in float64, gradients included.
 
-Every case runs over gloo, and again under the rules of NCCL (``support/nccl_rules.py``) with the same bits. Two cases at a
-time share a backward. The environment sets how many cases there are for each number of ranks, and the first seed:
+Every case runs over gloo, and again under the rules of NCCL (``support/nccl_rules.py``) with the same bits. Groups with
+NCCL only and with gloo beside it alternate. Two cases at a time share a backward. The environment sets how many cases there
+are for each number of ranks, and the first seed:
 
     FUZZ_CASES=100 FUZZ_SEED=1000 python -m pytest tests/ranks/test_fuzz.py -s
 
@@ -35,7 +36,7 @@ def check_cases(group, seeds: range) -> None:
         some = cases[first : first + TOGETHER]
         try:
             plain = run_together(some, group)
-            with nccl_rules(under_rules, seeds[first]):
+            with nccl_rules(under_rules, seeds[first], only_nccl=first // TOGETHER % 2 == 1):
                 ruled = run_together(some, under_rules)
             for i, case in enumerate(some):
                 truth = [wanted[first + i]]
