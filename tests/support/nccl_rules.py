@@ -49,8 +49,9 @@ from dilated_attention_pytorch.distributed import agreement, watch, wire
 
 HOST_MODULES = (agreement.__name__,)  # their collectives are those of the host
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast", "barrier")
-REFUSED = ("all_to_all", "reduce_scatter", "reduce_scatter_tensor", "send", "recv")  # of no use so far
+REFUSED = ("all_to_all", "reduce_scatter", "reduce_scatter_tensor", "send", "recv")  # the library does not use them
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+DELAY_S = 0.002  # the longest sleep before an operation
 SETTLE_S = 1.0  # after a failure, for the other ranks to say where they stand
 # What torch.distributed has when this module is imported. Patches of tests around it are not seen by the thread.
 PLAIN = {name: getattr(dist, name) for name in (*COLLECTIVES, "isend", "irecv")}
@@ -105,12 +106,12 @@ class Handle:
 class Communicator:
     """The operations of one rank in one group: a thread in place of the stream, and gloo under it."""
 
-    def __init__(self, group: dist.ProcessGroup, seed: int, timeout_s: float, delay_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         ranks = dist.get_process_group_ranks(group)
         # A group of its own, so that no message of the caller can meet one of these.
         self.gloo = dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo", use_local_synchronization=True)
-        self.rank, self.ranks, self.timeout_s, self.delay_s = dist.get_rank(group), ranks, timeout_s, delay_s
-        self.random = random.Random(f"{seed} {self.rank}")
+        self.rank, self.ranks, self.timeout_s = dist.get_rank(group), ranks, timeout_s
+        self.random = random.Random()  # each context seeds it
         self.watch = watch.watch_of(group)
         self.made = False  # by the first collective
         self.posted = 0
@@ -233,7 +234,7 @@ class Communicator:
                 if self.failure is not None:
                     raise RuleError(f"an earlier operation of this rank failed: {self.failure}")
                 if self.random.random() < 0.5:
-                    time.sleep(self.random.random() * self.delay_s)
+                    time.sleep(self.random.random() * DELAY_S)
                 execute()
                 result.set_result(None)
             except BaseException as error:  # noqa: BLE001  whatever it is, the caller gets it
@@ -276,12 +277,13 @@ _communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDict
 
 @contextlib.contextmanager
 def nccl_rules(
-    group: dist.ProcessGroup, seed: int = 0, *, timeout_s: float = 60.0, delay_s: float = 0.002, only_nccl: bool = False
+    group: dist.ProcessGroup, seed: int = 0, *, timeout_s: float = 60.0, only_nccl: bool = False
 ) -> Iterator[Communicator]:
-    """The rules for all calls over this group. A group that has had them before gets the same communicator."""
+    """The rules for all calls over this group, which keeps its communicator, and with it the timeout of the first time."""
     if group not in _communicators:
-        _communicators[group] = Communicator(group, seed, timeout_s, delay_s)
+        _communicators[group] = Communicator(group, timeout_s)
     communicator = _communicators[group]
+    communicator.random.seed(f"{seed} {communicator.rank}")
     plain_backend = wire.backend_for
 
     def backend_for(device: str, of: dist.ProcessGroup) -> str | None:
