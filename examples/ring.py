@@ -1,17 +1,21 @@
 """One text over several processes: dilated attention of a sharded sequence, next to one device.
 
-    torchrun --nproc-per-node 4 examples/ring.py [--tokens 8192] [--backend nccl]
+    torchrun --nproc-per-node 4 examples/ring.py [--tokens 8192] [--backend nccl] [--check]
 
 Each rank takes its rows of a real text (the Python standard library's sources), attends with the others, forward and
 backward, and prints the largest difference from one device, the bytes it received and the memory it took.
+
+``--check`` runs a self-test of about a minute instead, and prints a report (see ``ring_check.py``).
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 import torch.distributed as dist
+from ring_check import check
 
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.cli.demo import embed, standard_library
@@ -26,8 +30,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--backend", default="gloo", help="nccl takes a GPU for every rank")
+    parser.add_argument("--check", action="store_true", help="run the self-test and print a report for an issue")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.check:
+        sys.exit(check(options.backend))
     dist.init_process_group(options.backend)
     device = torch.device("cpu")
     if options.backend == "nccl":

@@ -1,0 +1,32 @@
+"""A process whose thread is inside of the store of a group when the interpreter ends, ends with code 0."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """\
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from dilated_attention_pytorch.distributed.watch import Watch, watch_of
+
+def look(self):
+    try:
+        self._store.wait(["never"], timedelta(milliseconds=20))
+    except RuntimeError:
+        pass
+
+Watch.look, Watch.next_report = look, lambda self: None
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+watch = watch_of(dist.group.WORLD)
+watch.world = 2  # a group of one rank has no thread
+watch.begin("a turn")
+print("the end", flush=True)
+"""
+
+
+def test_threads_end_before_the_interpreter():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("the end\n", 0), done.stderr
