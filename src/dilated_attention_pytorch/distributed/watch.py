@@ -13,6 +13,7 @@ the same turn have made different calls. Nothing is written while messages arriv
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -26,7 +27,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,7 @@ class Watch:
         self.broken: str | None = None  # why the group cannot be used any more
         self.calls = 0  # sharded calls so far, the same number on all ranks
         self.connected: set[str] = set()  # device types whose communicator exists
+        self.acknowledged: dict[int, Any] = {}  # by rank: the handle of the last acknowledgement that was sent to it
         self._group, self._store = ref(group), group.get_group_store()
         self._turns: deque[Turn] = deque(maxlen=TURNS_KEPT)
         self._number = 0  # of the last turn
@@ -113,6 +115,7 @@ class Watch:
         if self._thread is None and self.world > 1:
             self._thread = Thread(target=_watch, args=(ref(self),), daemon=True, name="dilated_attention watch")
             self._thread.start()
+            _threads.add(self._thread)
         return turn
 
     @contextlib.contextmanager
@@ -336,7 +339,7 @@ class TurnContext:
 
 def _watch(watch_ref: ref[Watch]) -> None:
     """The thread of a watch. It ends with the group, or when the process that holds the store ends."""
-    while (watch := watch_ref()) is not None:
+    while not _ending.is_set() and (watch := watch_ref()) is not None:
         report = watch.next_report()
         try:
             if report is not None:
@@ -353,6 +356,16 @@ def _watch(watch_ref: ref[Watch]) -> None:
 
 
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
+_threads: WeakSet[Thread] = WeakSet()
+_ending = Event()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End the threads before the interpreter ends: it would abort the process if one of them returned from the store."""
+    _ending.set()
+    for thread in list(_threads):
+        thread.join(4 * PERIOD_S)
 
 
 def watch_of(group: dist.ProcessGroup) -> Watch:

@@ -150,10 +150,12 @@ class Wire:
         """Make sure that the ranks from which this one receives are in the same turn, over gloo, once for each link."""
         for target in targets:
             if (True, target) not in self._links:
-                empty = torch.zeros(1, dtype=torch.uint8, device="cpu")
+                empty, last = torch.zeros(1, dtype=torch.uint8, device="cpu"), self.watch.acknowledged.get(target)
                 with self.watch.waiting(f"acknowledge the turn to rank {target}", target):
+                    if last is not None:  # gloo drops a message whose handle is deleted before it has arrived
+                        last.wait()
                     sent = dist.isend(empty, self.global_ranks[target], self.group, self._tag)
-                self._links[True, target] = empty, sent  # the tensor must exist until it has been sent
+                self.watch.acknowledged[target], self._links[True, target] = sent, None
         for source in sources:
             if (False, source) not in self._links:
                 empty = torch.zeros(1, dtype=torch.uint8, device="cpu")
