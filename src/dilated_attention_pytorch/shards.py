@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
+from operator import itemgetter
 
 from dilated_attention_pytorch.integers import as_integer
 
@@ -33,17 +36,36 @@ class Shards:
 
     chunks: tuple[tuple[range, ...], ...]
     length: int = field(init=False, repr=False, compare=False)  # positions of the whole sequence
+    # The chunks that are not empty, by position: start, stop, rank, and number of the chunk within the rank.
+    held: tuple[tuple[int, int, int, int], ...] = field(init=False, repr=False, compare=False)
+    _hash: int | None = field(init=False, repr=False, compare=False)  # made once: caches ask for it in every call
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "length", sum(map(self.rows, range(self.world_size))))
+        held = [
+            (chunk.start, chunk.stop, rank, number)
+            for rank, chunks in enumerate(self.chunks)
+            for number, chunk in enumerate(chunks)
+            if chunk
+        ]
+        held.sort()
         stop = 0  # of the chunks so far, in the order of positions
-        for chunk in sorted((chunk for chunks in self.chunks for chunk in chunks if chunk), key=lambda chunk: chunk.start):
-            if chunk.start != stop or chunk.step != 1:
+        for start, end, rank, number in held:
+            if start != stop or self.chunks[rank][number].step != 1:
                 raise ValueError(
-                    f"the chunks of all ranks hold every position from 0 once, in ranges of step 1: got {chunk} where "
-                    f"position {stop} should follow; Shards.of([3, 5], 'contiguous') makes them from lengths"
+                    "the chunks of all ranks hold every position from 0 once, in ranges of step 1: got "
+                    f"{self.chunks[rank][number]} where position {stop} should follow; "
+                    "Shards.of([3, 5], 'contiguous') makes them from lengths"
                 )
-            stop = chunk.stop
+            stop = end
+        object.__setattr__(self, "length", stop)
+        object.__setattr__(self, "held", tuple(held))
+        object.__setattr__(self, "_hash", None)
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            object.__setattr__(self, "_hash", hash(self.chunks))
+        assert self._hash is not None
+        return self._hash
 
     @staticmethod
     def of(lengths: Sequence[int], layout: str) -> Shards:
@@ -51,13 +73,7 @@ class Shards:
         check_layout(layout)
         if not lengths or min(lengths) < 0:
             raise ValueError(f"shards need at least one rank and no negative length, got {list(lengths)}")
-        if layout == "contiguous":
-            ends = list(accumulate(lengths))
-            return Shards(tuple((range(end - n, end),) for n, end in zip(lengths, ends, strict=True)))
-        sizes = [(n + 1) // 2 for n in lengths] + [n // 2 for n in reversed(lengths)]
-        ends = list(accumulate(sizes))
-        halves = [range(end - n, end) for n, end in zip(sizes, ends, strict=True)]
-        return Shards(tuple((halves[p], halves[-1 - p]) for p in range(len(lengths))))
+        return _shards(tuple(lengths), layout)
 
     @staticmethod
     def even(length: int, world_size: int, layout: str) -> Shards:
@@ -99,8 +115,31 @@ class Shards:
         >>> Shards.of([3, 5], "contiguous").within(range(2, 6)).chunks
         ((range(0, 1),), (range(1, 4),))
         """
+        first = bisect_right(self.held, rows.start, key=itemgetter(0)) - 1
+        last = bisect_left(self.held, rows.stop, key=itemgetter(0))
+        empty = {count: (range(0),) * count for count in set(map(len, self.chunks))}  # ranks without rows share a tuple
+        chunks = list(map(empty.__getitem__, map(len, self.chunks)))
+        held = []
+        for start, stop, rank, number in self.held[max(0, first) : last]:
+            start, stop = max(start, rows.start) - rows.start, min(stop, rows.stop) - rows.start
+            if start < stop:
+                held.append((start, stop, rank, number))
+                own = chunks[rank]
+                chunks[rank] = (*own[:number], range(start, stop), *own[number + 1 :])
+        # Chunks of valid shards are valid: the check would take time for every rank.
+        within = object.__new__(Shards)
+        length = held[-1][1] if held else 0
+        for name, x in (("chunks", tuple(chunks)), ("length", length), ("held", tuple(held)), ("_hash", None)):
+            object.__setattr__(within, name, x)
+        return within
 
-        def cut(x: int) -> int:
-            return min(max(x, rows.start), rows.stop) - rows.start
 
-        return Shards(tuple(tuple(range(cut(c.start), cut(c.stop)) for c in chunks) for chunks in self.chunks))
+@lru_cache(maxsize=8)  # shards of 4,096 ranks take about 2 MB
+def _shards(lengths: tuple[int, ...], layout: str) -> Shards:
+    if layout == "contiguous":
+        ends = list(accumulate(lengths))
+        return Shards(tuple((range(end - n, end),) for n, end in zip(lengths, ends, strict=True)))
+    sizes = [(n + 1) // 2 for n in lengths] + [n // 2 for n in reversed(lengths)]
+    ends = list(accumulate(sizes))
+    halves = [range(end - n, end) for n, end in zip(sizes, ends, strict=True)]
+    return Shards(tuple((halves[p], halves[-1 - p]) for p in range(len(lengths))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from dilated_attention_pytorch.call import Call
 from dilated_attention_pytorch.distributed.heads import received_bytes, why_not_heads
@@ -29,16 +28,11 @@ def costs_of(call: Call, plan: RankPlan, shards: Shards) -> Costs:
     """The costs of a call whose pattern does not depend on content; ``plan`` is that of any rank."""
     element_size = call.dtype.itemsize
     return Costs(
-        bytes=_most_bytes(plan, shards.world_size, call.head_dim, element_size),
+        bytes=2 * plan.most_received * call.head_dim * element_size,
         messages=len(plan.ticks),
         shard_bytes=2 * shards.longest * (call.heads + call.key_heads) * call.batch * call.head_dim * element_size,
         ulysses_bytes=None if why_not_heads(call, shards) else received_bytes(call, shards),
     )
-
-
-@lru_cache(maxsize=64)
-def _most_bytes(plan: RankPlan, world: int, head_dim: int, element_size: int) -> int:
-    return max(sum(x.bytes(rank, head_dim, element_size) for x in plan.sequences) for rank in range(world))
 
 
 def choose_transport(costs: Costs) -> str:

@@ -9,12 +9,12 @@ has steps of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.distributed.bounded import BoundedCache
 from dilated_attention_pytorch.distributed.messages import RankPlan, Section, SequenceShards, Step, make_ticks
 from dilated_attention_pytorch.distributed.schedules import (
     BlockSchedule,
@@ -23,15 +23,14 @@ from dilated_attention_pytorch.distributed.schedules import (
     Ranges,
     Transfer,
     blocks_of,
-    make_schedule,
-    messages_by_round,
     positions_read,
 )
+from dilated_attention_pytorch.distributed.traffic import Chunks, Holdings, messages_by_round
 from dilated_attention_pytorch.execute.listed import ListedTiles, PlacedDropout
 from dilated_attention_pytorch.execute.strided import StridedTiles, packed_views
 from dilated_attention_pytorch.patterns.lists import BlockLists
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.plan.sequences import Span
+from dilated_attention_pytorch.plan.sequences import Span, spans
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Options
@@ -46,6 +45,11 @@ class DilatedStep(Step):
 
     plan: Plan
     packed: bool  # the keys are those of a message
+
+    @property
+    def bytes(self) -> int:
+        """About how much memory the step takes, with its plan."""
+        return 512 + 512 * len(self.plan.families)
 
     def tiles(self, options: Options) -> StridedTiles:
         """The tiles, with the dropout and the positions of a call."""
@@ -90,9 +94,16 @@ class DilatedSection(Section):
             yield DilatedStep(queries, (), sequence.first_row, plan, packed=True)
 
 
-@lru_cache(maxsize=64)
+def held_spans(problem: Problem, shards: Shards, rank: int) -> list[Span]:
+    """The sequences of which a rank holds rows, in order. The time does not depend on the others."""
+    fields = problem.batch, problem.queries, problem.keys, problem.lengths, problem.cu_seqlens
+    found = {(span.samples.start, span.keys.start): span for chunk in shards.chunks[rank] for span in spans(*fields, chunk)}
+    return [span for _, span in sorted(found.items())]
+
+
+@BoundedCache
 def dilated_plan(problem: Problem, shards: Shards, rank: int, bucket_size: int) -> RankPlan:
-    """The plan of a rank, for a problem of the whole sequence.
+    """The plan of a rank, for a problem of the whole sequence. It has the sequences of which the rank holds rows.
 
     16 positions on two ranks, where all rows meet: each rank sends 8 rows, 3 in a message.
 
@@ -103,12 +114,14 @@ def dilated_plan(problem: Problem, shards: Shards, rank: int, bucket_size: int) 
     [('round 1, message 1', [range(0, 3)]), ('round 1, message 2', [range(3, 6)]), ('round 1, message 3', [range(6, 8)])]
     """
     sequences: list[DilatedShards] = []
-    for span in problem.spans():
+    for span in held_spans(problem, shards, rank):
         rows = range(span.keys.start, span.keys.stop)
-        sizes = shards.within(rows), problem.key_heads
-        schedule = make_schedule(problem.dilated, *sizes, is_causal=problem.is_causal).of_branch(problem.branch)
+        sizes = shards.within(rows), problem.key_heads, problem.is_causal
+        schedule = DilatedSchedule(problem.dilated, *sizes, problem.branch)
         sequences.append(SequenceShards(span.samples, slice(0, problem.key_heads), rows.start, shards, schedule))
-    counts = messages_by_round([x.schedule for x in sequences], bucket_size) if sequences else []
+    holdings, world = Holdings.of(problem, shards), shards.world_size
+    counts = messages_by_round(holdings, world, bucket_size)
+    most = int(holdings.received(world, is_causal=problem.is_causal).max()) * problem.key_heads
 
     def split(transfers: list[tuple[DilatedShards, Transfer]]) -> Iterator[tuple[DilatedSection, ...]]:
         """The transfers of one round, cut into messages of ``bucket_size`` rows; the last message may be shorter."""
@@ -132,7 +145,7 @@ def dilated_plan(problem: Problem, shards: Shards, rank: int, bucket_size: int) 
                 queries, keys = ((sequence.samples, sequence.rows(rank, x)) for x in (plan.queries, plan.keys))
                 yield DilatedStep(queries, keys, sequence.first_row, plan, packed=False)
 
-    return RankPlan(tuple(sequences), make_ticks(rank, sequences, counts, split), tuple(own()))
+    return RankPlan(tuple(sequences), make_ticks(rank, sequences, counts, split), tuple(own()), most)
 
 
 def positions_of(ranges: Iterable[range | slice], device: torch.device | str = "cpu") -> Tensor:
@@ -159,6 +172,11 @@ class BlockStep(Step):
     packed: Ranges  # the positions of the packed rows
     within: slice  # the packed rows of this step
 
+    @property
+    def bytes(self) -> int:
+        """About how much memory the step takes, with its lists."""
+        return 1024 + sum(x.nbytes for x in (self.lists.counts, self.lists.starts, self.lists.indices))
+
     def tiles(self, options: Options) -> ListedTiles:
         """The tiles, with the dropout and the positions of a call."""
         dropout, (samples, _, heads), device = None, self.queries, self.lists.indices.device
@@ -175,6 +193,11 @@ class BlockSection(Section):
 
     rows: Tensor  # of the sender's tensors, if this rank is the sender
     received: tuple[BlockStep, ...]  # if this rank is the receiver
+
+    @property
+    def bytes(self) -> int:
+        """About how much memory the section takes, without the rows that travel."""
+        return 512 + self.rows.nbytes + sum(step.bytes for step in self.received)
 
     def pack_(self, x: Tensor, packed: Tensor) -> None:
         """Copy the rows from a tensor of the sender."""
@@ -209,21 +232,32 @@ def read_by(problem: Problem, chunks: Sequence[range], lists: ChunkLists, length
 
 
 def listed_sequences(problem: Problem, shards: Shards, rank: int) -> tuple[ListedShards, ...]:
-    """The sequences of a pattern that does not depend on content."""
-    rule, found = problem.blocks, []
-    for span in problem.spans():
+    """The sequences of a pattern that does not depend on content, of which a rank holds rows.
+
+    A batch of one sequence has it on every rank, because all ranks count what each of them reads of it.
+    """
+    rule, found, every = problem.blocks, [], problem.spans() if is_one_sequence(problem) else None
+    for span in held_spans(problem, shards, rank) if every is None else every:
         blocks, within = -(-span.length // rule.block_size), shards.within(range(span.keys.start, span.keys.stop))
         given = None if rule.given is None else rule.given.cropped(0, blocks)
+        holders = {holder for _, _, holder, _ in within.held}
         for samples, heads, key_heads in sharing(problem, span, (1, 1) if given is None else given.counts.shape[:2]):
             source = None if given is None else given.of_samples(samples).of_heads(heads)
-            by_rank = [
-                tuple(_lists(problem, source, chunk, blocks) if chunk else None for chunk in chunks)
-                for chunks in within.chunks
-            ]
-            read = (read_by(problem, *own, span.length) for own in zip(within.chunks, by_rank, strict=True))
+            by_rank = {
+                holder: tuple(_lists(problem, source, chunk, blocks) if chunk else None for chunk in within.chunks[holder])
+                for holder in sorted({*holders, rank})
+            }
+            read: list[Ranges] = [()] * shards.world_size
+            for holder, lists in by_rank.items():
+                read[holder] = read_by(problem, within.chunks[holder], lists, span.length)
             schedule = BlockSchedule(within, tuple(read))
             found.append(ListedShards(samples, key_heads, span.keys.start, shards, schedule, heads, by_rank[rank]))
     return tuple(found)
+
+
+def is_one_sequence(problem: Problem) -> bool:
+    """Whether all samples are one sequence each, of the same length."""
+    return problem.cu_seqlens is None and len(set(problem.lengths or ())) <= 1
 
 
 def _lists(problem: Problem, given: BlockLists | None, chunk: range, blocks: int) -> BlockLists:
@@ -248,16 +282,27 @@ def sharing(problem: Problem, span: Span, lists: Sequence[int]) -> Iterator[tupl
                 yield own, slice(g * per_key, (g + 1) * per_key), slice(g, g + 1)
 
 
-@lru_cache(maxsize=16)
+@BoundedCache
 def static_block_plan(problem: Problem, shards: Shards, rank: int, device: torch.device) -> RankPlan:
     """The plan of a rank for a pattern that does not depend on content."""
-    return block_plan(listed_sequences(problem, shards, rank), problem, rank, shards.world_size, device)
+    sequences = listed_sequences(problem, shards, rank)
+    if is_one_sequence(problem):
+        reach = max((x.schedule.reach for x in sequences), default=0)
+        received = [
+            sum(math.prod(x.shape(x.schedule.received_rows(p))) for x in sequences) for p in range(shards.world_size)
+        ]
+        most = max(received)
+    else:  # a rank does not know the lists of sequences that it does not hold
+        chunks = Chunks.of(problem, shards)
+        reach, most = chunks.reach, chunks.most_others(is_causal=problem.is_causal) * problem.key_heads
+    return replace(block_plan(sequences, problem, rank, shards.world_size, device, reach), most_received=most)
 
 
 def block_plan(
-    sequences: tuple[ListedShards, ...], problem: Problem, rank: int, world: int, device: torch.device
-) -> RankPlan:
-    """The plan of a rank, with one message to and from every other rank."""
+    sequences: tuple[ListedShards, ...], problem: Problem, rank: int, world: int, device: torch.device,
+    reach: int | None = None,
+) -> RankPlan:  # fmt: skip
+    """The plan of a rank, with at most one message to and from every other rank that is not farther than ``reach``."""
 
     def steps(sequence: ListedShards, ranges: Ranges, keys: tuple[slice, slice, slice]) -> Iterator[BlockStep]:
         return _block_steps(sequence, ranges, keys, rank, problem.is_causal, device)
@@ -281,7 +326,8 @@ def block_plan(
         if chunk
         for step in steps(sequence, (chunk,), (sequence.samples, sequence.rows(rank, chunk), sequence.key_heads))
     )
-    return RankPlan(sequences, make_ticks(rank, sequences, [1] * (world - 1), split), tuple(own))
+    counts = [int(reach is None or min(t, world - t) <= reach) for t in range(1, world)]
+    return RankPlan(sequences, make_ticks(rank, sequences, counts, split), tuple(own))
 
 
 def _block_steps(
