@@ -288,10 +288,7 @@ def static_block_plan(problem: Problem, shards: Shards, rank: int, device: torch
     sequences = listed_sequences(problem, shards, rank)
     if is_one_sequence(problem):
         reach = max((x.schedule.reach for x in sequences), default=0)
-        received = [
-            sum(math.prod(x.shape(x.schedule.received_rows(p))) for x in sequences) for p in range(shards.world_size)
-        ]
-        most = max(received)
+        most = max(sum(x.received(p) for x in sequences) for p in range(shards.world_size))
     else:  # a rank does not know the lists of sequences that it does not hold
         chunks = Chunks.of(problem, shards)
         reach, most = chunks.reach, chunks.most_others(is_causal=problem.is_causal) * problem.key_heads
