@@ -236,23 +236,27 @@ def listed_sequences(problem: Problem, shards: Shards, rank: int) -> tuple[Liste
 
     A batch of one sequence has it on every rank, because all ranks count what each of them reads of it.
     """
-    rule, found, every = problem.blocks, [], problem.spans() if is_one_sequence(problem) else None
-    for span in held_spans(problem, shards, rank) if every is None else every:
-        blocks, within = -(-span.length // rule.block_size), shards.within(range(span.keys.start, span.keys.stop))
-        given = None if rule.given is None else rule.given.cropped(0, blocks)
-        holders = {holder for _, _, holder, _ in within.held}
-        for samples, heads, key_heads in sharing(problem, span, (1, 1) if given is None else given.counts.shape[:2]):
-            source = None if given is None else given.of_samples(samples).of_heads(heads)
-            by_rank = {
-                holder: tuple(_lists(problem, source, chunk, blocks) if chunk else None for chunk in within.chunks[holder])
-                for holder in sorted({*holders, rank})
-            }
-            read: list[Ranges] = [()] * shards.world_size
-            for holder, lists in by_rank.items():
-                read[holder] = read_by(problem, within.chunks[holder], lists, span.length)
-            schedule = BlockSchedule(within, tuple(read))
-            found.append(ListedShards(samples, key_heads, span.keys.start, shards, schedule, heads, by_rank[rank]))
-    return tuple(found)
+    own = problem.spans() if is_one_sequence(problem) else held_spans(problem, shards, rank)
+    return tuple(sequence for span in own for sequence in listed_span(problem, shards, span, rank))
+
+
+def listed_span(problem: Problem, shards: Shards, span: Span, rank: int) -> Iterator[ListedShards]:
+    """A sequence by samples and heads that share lists, with the lists of a rank and what every rank reads."""
+    rule, within = problem.blocks, shards.within(range(span.keys.start, span.keys.stop))
+    blocks, holders = -(-span.length // rule.block_size), {holder for _, _, holder, _ in within.held}
+    given = None if rule.given is None else rule.given.cropped(0, blocks)
+    for samples, heads, key_heads in sharing(problem, span, (1, 1) if given is None else given.counts.shape[:2]):
+        source = None if given is None else given.of_samples(samples).of_heads(heads)
+        by_rank = {
+            holder: tuple(_lists(problem, source, chunk, blocks) if chunk else None for chunk in within.chunks[holder])
+            for holder in sorted({*holders, rank})
+        }
+        read: list[Ranges] = [()] * shards.world_size
+        for holder, lists in by_rank.items():
+            read[holder] = read_by(problem, within.chunks[holder], lists, span.length)
+        yield ListedShards(
+            samples, key_heads, span.keys.start, shards, BlockSchedule(within, tuple(read)), heads, by_rank[rank]
+        )
 
 
 def is_one_sequence(problem: Problem) -> bool:
