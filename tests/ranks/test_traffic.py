@@ -1,4 +1,4 @@
-"""What ``explain`` and ``simulate_ring`` say about ranks, next to ranks over gloo: bytes, waits and memory of both directions."""
+"""What ``explain`` and ``simulate_ring`` say, next to ranks over gloo: bytes, waits and memory of both directions."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def blocks(kind: str, ratio: float = 0.4) -> BlockSparse:
 
 SETTINGS = [
     Setting(Dilated([16, 64, 256], [1, 2, 4]), 3, "ring", layout="zigzag", more={"is_causal": True}),
-    Setting(Dilated([16, 203], [1, 64]), 4, "allgather", key_heads=4),
+    Setting(Dilated([16, 1603], [1, 128]), 4, "allgather", n=1603),
     Setting(Dilated([64, 203], [1, 2]), 4, "ring", more={"cu_seqlens": [0, 9, 9, 60, 70, 71, 140, 203]}),
     Setting(Dilated([64], [1]), 5, "ring", n=3, more={"scale": -0.3}),  # two ranks have no rows
     Setting(Dilated([64, 256], [2, 1]), 3, "ring", dtype=torch.bfloat16, n=77),
-    Setting(Dilated([256], [1]), 2, "ulysses", heads=8, key_heads=2),
-    Setting(Dilated([256], [1]), 3, "ulysses", heads=16, key_heads=4, layout="zigzag"),
+    Setting(Dilated([256], [1]), 4, "ulysses", heads=8, key_heads=4),
+    Setting(Dilated([256], [1]), 4, "ulysses", heads=14, key_heads=7, layout="zigzag"),
     Setting(blocks("local_window", 0.1), 5, "ring"),
     Setting(blocks("hierarchical"), 4, "ring", layout="zigzag", more={"is_causal": True}),
     Setting(blocks("global_local", 0.2), 4, "ring", more={"cu_seqlens": [0, 100, 103, 203]}),
@@ -131,9 +131,7 @@ def check_memory(group, setting: Setting) -> None:
     forward = peak_extra_bytes(attend, cpu)
     dout = torch.zeros_like(out)
     backward = peak_extra_bytes(lambda: torch.autograd.grad(results[0], own, dout), cpu)
-    *_, memory = simulate_ring(
-        *whole, setting.pattern, setting.world, layout=setting.layout, backward=True, **setting.more
-    )
+    *_, memory = simulate_ring(*whole, setting.pattern, setting.world, layout=setting.layout, backward=True, **setting.more)
     mine = memory[rank]
     # Acknowledgements and small tensors of plans are not simulated.
     assert mine.buffers + mine.partials == pytest.approx(forward, rel=0.01, abs=4096)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dilated_attention_pytorch.call import Call
 from dilated_attention_pytorch.distributed.heads import heads_of, received_bytes, why_not_heads
 from dilated_attention_pytorch.distributed.means import MeanBytes, mean_bytes
-from dilated_attention_pytorch.distributed.messages import RankPlan
-from dilated_attention_pytorch.distributed.rank_plans import listed_span
+from dilated_attention_pytorch.distributed.messages import RankPlan, SequenceShards
+from dilated_attention_pytorch.distributed.rank_plans import is_one_sequence, listed_span
+from dilated_attention_pytorch.distributed.schedules import BlockSchedule
 from dilated_attention_pytorch.distributed.traffic import RankTraffic, dilated_traffic
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
@@ -76,18 +78,20 @@ def waits(transport: str, costs: Costs) -> int:
     return {"ring": costs.messages, "allgather": min(1, costs.messages), "ulysses": 2}[transport]
 
 
-def block_traffic(problem: Problem, shards: Shards) -> RankTraffic:
-    """What all ranks of a block-sparse call send one another; its pattern does not depend on content."""
+def block_traffic(problem: Problem, shards: Shards, plan: RankPlan) -> RankTraffic:
+    """What all ranks of a block-sparse call send one another; ``plan`` is that of any rank."""
+    sequences: Iterable[SequenceShards[BlockSchedule]] = plan.sequences
+    if not is_one_sequence(problem):  # the plan has the sequences of its own rank
+        sequences = (x for span in problem.spans() for x in listed_span(problem, shards, span, 0))
     world = range(shards.world_size)
     received, sent, sources = [0 for _ in world], [0 for _ in world], [set[int]() for _ in world]
-    for span in problem.spans():
-        for sequence in listed_span(problem, shards, span, 0):
-            for rank in world:
-                for transfer in sequence.schedule.receives(rank):
-                    elements = math.prod(sequence.shape(transfer.rows))
-                    received[rank] += elements
-                    sent[transfer.source] += elements
-                    sources[rank].add(transfer.source)  # all rows from a rank travel in one message
+    for sequence in sequences:
+        for rank in world:
+            for transfer in sequence.schedule.receives(rank):
+                elements = math.prod(sequence.shape(transfer.rows))
+                received[rank] += elements
+                sent[transfer.source] += elements
+                sources[rank].add(transfer.source)  # all rows from a rank travel in one message
     return RankTraffic(tuple(received), tuple(sent), tuple(map(len, sources)))
 
 
@@ -100,8 +104,10 @@ class ReceivedBytes:
     waits: int  # messages of a forward that it waits for, one after the other
 
 
-def received_by_rank(call: Call, problem: Problem, shards: Shards, transport: str, bucket_size: int) -> list[ReceivedBytes]:
-    """What each rank of a call receives, exactly. Gradients return in the accumulation type.
+def received_by_rank(
+    call: Call, problem: Problem, shards: Shards, plan: RankPlan, transport: str, bucket_size: int
+) -> list[ReceivedBytes]:
+    """What each rank of a call receives, exactly; ``plan`` is that of any rank. Gradients return in the accumulation type.
 
     The problem has the blocks that an adaptive pattern chose. The messages by which ranks choose them are counted.
     """
@@ -110,7 +116,7 @@ def received_by_rank(call: Call, problem: Problem, shards: Shards, transport: st
         each = zip(*both, range(shards.world_size), strict=True)
         return [ReceivedBytes(forward, backward, _swaps(call, shards, rank)) for forward, backward, rank in each]
     dilated = isinstance(problem.pattern, Dilated)
-    traffic = dilated_traffic(problem, shards, bucket_size) if dilated else block_traffic(problem, shards)
+    traffic = dilated_traffic(problem, shards, bucket_size) if dilated else block_traffic(problem, shards, plan)
     element, returned = (2 * call.head_dim * x.itemsize for x in (call.dtype, accumulate_dtype(call.dtype)))
     found = []
     for rank, (rows, sent, messages) in enumerate(zip(traffic.received, traffic.sent, traffic.messages, strict=True)):

@@ -218,10 +218,13 @@ def named_blocks(lists: BlockLists | None) -> Ranges:
     >>> named_blocks(BlockLists.from_mask(torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0]]).bool(), 64))
     (range(0, 2), range(3, 4))
     """
-    if lists is None:
+    blocks = None if lists is None else lists.entries()
+    if blocks is None or not len(blocks):
         return ()
-    named = lists.named().to(torch.int8)
-    edges = torch.diff(named, prepend=named.new_zeros(1), append=named.new_zeros(1)).nonzero().squeeze(1).tolist()
+    first = int(blocks.min())
+    named = torch.zeros(int(blocks.max()) - first + 3, dtype=torch.int8, device="cpu")  # with an unnamed one at each end
+    named[blocks.long() - first + 1] = 1
+    edges = (torch.diff(named).nonzero().squeeze(1) + first).tolist()
     return tuple(range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True))
 
 

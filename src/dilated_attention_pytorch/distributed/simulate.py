@@ -50,10 +50,11 @@ from dilated_attention_pytorch.values import Inputs, Options, Results
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The most bytes that one rank had of each kind during a forward, and during a backward if it was asked for.
+    """The bytes that one rank had of each kind during a forward, and during a backward if it was asked for.
 
-    The allocator counts them. Tensors on the meta device have none: the bytes of tensors are counted there, without the
-    memory that kernels take for themselves.
+    ``buffers + partials`` is the most that a forward had allocated at a time, and ``grad_buffers + grad_partials`` the most
+    of a backward. The allocator counts them. Tensors on the meta device have none: the bytes of tensors are counted there,
+    without the memory that kernels take for themselves.
     """
 
     rank: int
@@ -61,15 +62,15 @@ class RankMemory:
     query: int
     key_value: int
     buffers: int  # for messages, both directions
-    # Output and lse, in the accumulation type and as returned, the query with a positive scale if the scale is negative,
-    # and the partial results of one kernel call.
+    # Output and lse in the accumulation type and as returned, the query with the other sign if the scale is negative, and
+    # the partial results of one kernel call.
     partials: int
     received: int  # the sum over all messages, which do not exist at the same time
     means: int = 0  # of an adaptive pattern: the means from which the rank chooses, before it attends
     # Of a backward, None if it was not asked for.
     grad_buffers: int | None = None  # for keys, values and their gradients, both directions
-    # Gradients in the accumulation type and as returned, copies of rows, and the partial results of one kernel call. None
-    # as well if fused kernels, which cannot run on the meta device, would compute it.
+    # Gradients in the accumulation type, copies of rows, and the partial results of one kernel call. None as well if fused
+    # kernels, which cannot run on the meta device, would compute it.
     grad_partials: int | None = None
     grad_received: int | None = None  # keys and values again, and the gradients of what the rank sent
 
@@ -325,14 +326,16 @@ def describe_sharding(
         )
     call, problem = _sharded(call, Sharding(None, layout), *tensors)
     shards = Shards.even(call.keys, world_size, layout)
-    costs = costs_of(call, make_plan(call, problem, shards, 0, torch.device("cpu")), shards)
-    transport = "ring" if adaptive else choose_transport(costs)  # as a call does, in which no rank knows all blocks
+    plan = make_plan(call, problem, shards, 0, torch.device("cpu"))
+    # In a call with an adaptive pattern, no rank knows what the others read.
+    transport = "ring" if adaptive else choose_transport(costs_of(call, plan, shards))
     if transport == "ulysses":  # each rank has whole sequences
         own = others = backends.choose(call.backend, request).name
     else:
         stock = stock_backend(call.backend, request)
         own = others = fused_backend(call, request) or stock
-    ranks = received_by_rank(call, problem, shards, transport, default_bucket_size(shards, call.device.type))
+    bucket_size = default_bucket_size(shards, call.device.type)
+    ranks = received_by_rank(call, problem, shards, plan, transport, bucket_size)
     return ShardedTraffic(
         world_size,
         layout,
