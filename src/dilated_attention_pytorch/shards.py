@@ -38,7 +38,9 @@ class Shards:
     length: int = field(init=False, repr=False, compare=False)  # positions of the whole sequence
     # The chunks that are not empty, by position: start, stop, rank, and number of the chunk within the rank.
     held: tuple[tuple[int, int, int, int], ...] = field(init=False, repr=False, compare=False)
-    _hash: int | None = field(init=False, repr=False, compare=False)  # made once: caches ask for it in every call
+    # Computed once, when asked for: a call asks for them several times.
+    _hash: int | None = field(init=False, repr=False, compare=False)
+    _longest: int | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         held = [
@@ -60,6 +62,7 @@ class Shards:
         object.__setattr__(self, "length", stop)
         object.__setattr__(self, "held", tuple(held))
         object.__setattr__(self, "_hash", None)
+        object.__setattr__(self, "_longest", None)
 
     def __hash__(self) -> int:
         if self._hash is None:
@@ -89,7 +92,10 @@ class Shards:
     @property
     def longest(self) -> int:
         """The rows of the longest shard."""
-        return max(map(self.rows, range(self.world_size)))
+        if self._longest is None:
+            object.__setattr__(self, "_longest", max(map(self.rows, range(self.world_size))))
+        assert self._longest is not None
+        return self._longest
 
     def rows(self, rank: int) -> int:
         """The number of rows of a rank."""
@@ -109,27 +115,37 @@ class Shards:
             first += len(chunk)
         raise AssertionError(f"rank {rank} does not hold {positions}")
 
+    def _holding(self, rows: range) -> tuple[tuple[int, int, int, int], ...]:
+        """The chunks of ``held`` with any of these rows."""
+        first = bisect_right(self.held, rows.start, key=itemgetter(0)) - 1
+        return self.held[max(0, first) : bisect_left(self.held, rows.stop, key=itemgetter(0))] if rows else ()
+
+    def holders(self, rows: range) -> set[int]:
+        """The ranks that hold any of these rows.
+
+        >>> Shards.of([4, 4], "zigzag").holders(range(1, 3))
+        {0, 1}
+        """
+        return {rank for _, _, rank, _ in self._holding(rows)}
+
     def within(self, rows: range) -> Shards:
         """The shards of a range of rows, counted from its start: a document of a packed batch.
 
         >>> Shards.of([3, 5], "contiguous").within(range(2, 6)).chunks
         ((range(0, 1),), (range(1, 4),))
         """
-        first = bisect_right(self.held, rows.start, key=itemgetter(0)) - 1
-        last = bisect_left(self.held, rows.stop, key=itemgetter(0))
         empty = {count: (range(0),) * count for count in set(map(len, self.chunks))}  # ranks without rows share a tuple
         chunks = list(map(empty.__getitem__, map(len, self.chunks)))
         held = []
-        for start, stop, rank, number in self.held[max(0, first) : last]:
+        for start, stop, rank, number in self._holding(rows):
             start, stop = max(start, rows.start) - rows.start, min(stop, rows.stop) - rows.start
-            if start < stop:
-                held.append((start, stop, rank, number))
-                own = chunks[rank]
-                chunks[rank] = (*own[:number], range(start, stop), *own[number + 1 :])
+            held.append((start, stop, rank, number))
+            own = chunks[rank]
+            chunks[rank] = (*own[:number], range(start, stop), *own[number + 1 :])
         # Chunks of valid shards are valid: the check would take time for every rank.
         within = object.__new__(Shards)
-        length = held[-1][1] if held else 0
-        for name, x in (("chunks", tuple(chunks)), ("length", length), ("held", tuple(held)), ("_hash", None)):
+        values = {"chunks": tuple(chunks), "length": len(rows), "held": tuple(held), "_hash": None, "_longest": None}
+        for name, x in values.items():
             object.__setattr__(within, name, x)
         return within
 

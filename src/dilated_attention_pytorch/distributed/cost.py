@@ -10,9 +10,9 @@ from dilated_attention_pytorch.call import Call
 from dilated_attention_pytorch.distributed.heads import heads_of, received_bytes, why_not_heads
 from dilated_attention_pytorch.distributed.means import MeanBytes, mean_bytes
 from dilated_attention_pytorch.distributed.messages import RankPlan, SequenceShards
-from dilated_attention_pytorch.distributed.rank_plans import is_one_sequence, listed_span
+from dilated_attention_pytorch.distributed.rank_plans import listed_span
 from dilated_attention_pytorch.distributed.schedules import BlockSchedule
-from dilated_attention_pytorch.distributed.traffic import RankTraffic, dilated_traffic
+from dilated_attention_pytorch.distributed.traffic import RankTraffic, dilated_traffic, is_one_sequence
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -82,11 +82,12 @@ def block_traffic(problem: Problem, shards: Shards, plan: RankPlan) -> RankTraff
     """What all ranks of a block-sparse call send one another; ``plan`` is that of any rank."""
     sequences: Iterable[SequenceShards[BlockSchedule]] = plan.sequences
     if not is_one_sequence(problem):  # the plan has the sequences of its own rank
-        sequences = (x for span in problem.spans() for x in listed_span(problem, shards, span, 0))
+        crossing = (x for x in problem.spans() if len(shards.holders(range(x.keys.start, x.keys.stop))) > 1)
+        sequences = (x for span in crossing for x in listed_span(problem, shards, span, 0))
     world = range(shards.world_size)
     received, sent, sources = [0 for _ in world], [0 for _ in world], [set[int]() for _ in world]
     for sequence in sequences:
-        for rank in world:
+        for rank in {holder for _, _, holder, _ in sequence.schedule.shards.held}:
             for transfer in sequence.schedule.receives(rank):
                 elements = math.prod(sequence.shape(transfer.rows))
                 received[rank] += elements

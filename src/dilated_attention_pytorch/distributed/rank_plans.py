@@ -8,8 +8,10 @@ has steps of its own.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -23,20 +25,28 @@ from dilated_attention_pytorch.distributed.schedules import (
     Ranges,
     Transfer,
     blocks_of,
+    joined,
     positions_read,
 )
-from dilated_attention_pytorch.distributed.traffic import Chunks, Holdings, messages_by_round
+from dilated_attention_pytorch.distributed.traffic import (
+    Chunks,
+    Holdings,
+    held_spans,
+    is_one_sequence,
+    messages_by_round,
+)
 from dilated_attention_pytorch.execute.listed import ListedTiles, PlacedDropout
 from dilated_attention_pytorch.execute.strided import StridedTiles, packed_views
 from dilated_attention_pytorch.patterns.lists import BlockLists
 from dilated_attention_pytorch.plan.problem import Problem
-from dilated_attention_pytorch.plan.sequences import Span, spans
+from dilated_attention_pytorch.plan.sequences import Span
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Options
 
 DilatedShards = SequenceShards[DilatedSchedule]
 ChunkLists = tuple[BlockLists | None, ...]  # by chunk of a rank; None for an empty chunk
+_ENTRIES = 2**20  # of block lists that are made together
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +102,6 @@ class DilatedSection(Section):
         for plan in sequence.schedule.plans(self.transfer):
             queries = sequence.samples, sequence.rows(self.transfer.target, plan.queries)
             yield DilatedStep(queries, (), sequence.first_row, plan, packed=True)
-
-
-def held_spans(problem: Problem, shards: Shards, rank: int) -> list[Span]:
-    """The sequences of which a rank holds rows, in order. The time does not depend on the others."""
-    fields = problem.batch, problem.queries, problem.keys, problem.lengths, problem.cu_seqlens
-    found = {(span.samples.start, span.keys.start): span for chunk in shards.chunks[rank] for span in spans(*fields, chunk)}
-    return [span for _, span in sorted(found.items())]
 
 
 @BoundedCache
@@ -246,25 +249,33 @@ def listed_sequences(problem: Problem, shards: Shards, rank: int) -> tuple[Liste
 def listed_span(problem: Problem, shards: Shards, span: Span, rank: int) -> Iterator[ListedShards]:
     """A sequence by samples and heads that share lists, with the lists of a rank and what every rank reads."""
     rule, within = problem.blocks, shards.within(range(span.keys.start, span.keys.stop))
-    blocks, holders = -(-span.length // rule.block_size), {holder for _, _, holder, _ in within.held}
+    blocks = -(-span.length // rule.block_size)
     given = None if rule.given is None else rule.given.cropped(0, blocks)
     for samples, heads, key_heads in sharing(problem, span, (1, 1) if given is None else given.counts.shape[:2]):
         source = None if given is None else given.of_samples(samples).of_heads(heads)
-        by_rank = {
-            holder: tuple(_lists(problem, source, chunk, blocks) if chunk else None for chunk in within.chunks[holder])
-            for holder in sorted({*holders, rank})
-        }
-        read: list[Ranges] = [()] * shards.world_size
-        for holder, lists in by_rank.items():
-            read[holder] = read_by(problem, within.chunks[holder], lists, span.length)
-        yield ListedShards(
-            samples, key_heads, span.keys.start, shards, BlockSchedule(within, tuple(read)), heads, by_rank[rank]
-        )
+        lists = tuple(_lists(problem, source, chunk, blocks) if chunk else None for chunk in within.chunks[rank])
+        schedule = BlockSchedule(within, _read_by_all(problem, source, within, blocks))
+        yield ListedShards(samples, key_heads, span.keys.start, shards, schedule, heads, lists)
 
 
-def is_one_sequence(problem: Problem) -> bool:
-    """Whether all samples are one sequence each, of the same length."""
-    return problem.cu_seqlens is None and len(set(problem.lengths or ())) <= 1
+def _read_by_all(problem: Problem, given: BlockLists | None, shards: Shards, blocks: int) -> tuple[Ranges, ...]:
+    """By rank: the positions of a sequence that it reads, if several ranks hold it. Many lists are made together."""
+    if len(shards.holders(range(shards.length))) < 2:
+        return ((),) * shards.world_size
+    size, read = problem.blocks.block_size, [list[range]() for _ in shards.chunks]
+    entries = max(1, -(-blocks * problem.blocks.config.ratio // 1)) if problem.blocks.config is not None else 1  # of a list
+    together = max(1, _ENTRIES // entries) * size  # positions
+    first = 0
+    while first < len(shards.held):
+        start = shards.held[first][0]
+        last = bisect_left(shards.held, start + together, lo=first + 1, key=itemgetter(1))
+        lists = _lists(problem, given, range(start, shards.held[last - 1][1]), blocks)
+        for a, b, rank, _ in shards.held[first:last]:
+            rows = blocks_of(range(a, b), size)
+            named = named_blocks(lists.rows(rows.start, rows.stop))
+            read[rank] += positions_read([range(a, b)], [named], size, shards.length, is_causal=problem.is_causal)
+        first = last
+    return tuple(map(joined, read))
 
 
 def _lists(problem: Problem, given: BlockLists | None, chunk: range, blocks: int) -> BlockLists:

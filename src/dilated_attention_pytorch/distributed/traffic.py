@@ -1,4 +1,4 @@
-"""What all ranks of a dilated call send one another, counted over arrays instead of objects.
+"""Which sequences a rank holds, and what all ranks of a dilated call send one another, counted over arrays.
 
 Every rank needs two numbers that depend on all ranks: how many messages a round has, and the most bytes that a rank
 receives. Only sequences that several ranks hold contribute. A *chunk* here is what one rank holds of one of them.
@@ -15,9 +15,22 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.plan.problem import Problem
+from dilated_attention_pytorch.plan.sequences import Span, spans
 from dilated_attention_pytorch.shards import Shards
 
 _AT_A_TIME = 2**22  # pairs of holdings that are compared at a time
+
+
+def held_spans(problem: Problem, shards: Shards, rank: int) -> list[Span]:
+    """The sequences of which a rank holds rows, in order. The time does not depend on the others."""
+    fields = problem.batch, problem.queries, problem.keys, problem.lengths, problem.cu_seqlens
+    found = {(span.samples.start, span.keys.start): span for chunk in shards.chunks[rank] for span in spans(*fields, chunk)}
+    return [span for _, span in sorted(found.items())]
+
+
+def is_one_sequence(problem: Problem) -> bool:
+    """Whether all samples are one sequence each, of the same length."""
+    return problem.cu_seqlens is None and len(set(problem.lengths or ())) <= 1
 
 
 @dataclass(frozen=True, slots=True)

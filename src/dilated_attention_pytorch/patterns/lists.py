@@ -131,9 +131,12 @@ class BlockLists:
 
     def entries(self) -> Tensor:
         """The key blocks of all lists, one list after the other, on the host."""
-        indices = self.indices.cpu()
-        # Lists of a rule follow one another without gaps.
-        return indices if int(self.counts.sum()) == len(indices) else indices[self._entries()[1]]
+        indices, total = self.indices.cpu(), int(self.counts.sum())
+        if not total:
+            return indices[:0]
+        first, last = int(self.starts.flatten()[0]), int((self.starts + self.counts).flatten()[-1])
+        # Lists that follow one another without gaps are a view.
+        return indices[first:last] if last - first == total else indices[self._entries()[1]]
 
     def mask(self) -> Tensor:
         """Boolean (S, L, Q, K), on the device of the indices."""
