@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from operator import itemgetter
+from typing import Any, TypeVar
 
 from dilated_attention_pytorch.integers import as_integer
 
 LAYOUTS = ("contiguous", "zigzag")
+_Value = TypeVar("_Value")
 
 
 def check_layout(layout: str) -> None:
@@ -38,9 +40,7 @@ class Shards:
     length: int = field(init=False, repr=False, compare=False)  # positions of the whole sequence
     # The chunks that are not empty, by position: start, stop, rank, and number of the chunk within the rank.
     held: tuple[tuple[int, int, int, int], ...] = field(init=False, repr=False, compare=False)
-    # Computed once, when asked for: a call asks for them several times.
-    _hash: int | None = field(init=False, repr=False, compare=False)
-    _longest: int | None = field(init=False, repr=False, compare=False)
+    _known: dict[str, Any] = field(init=False, repr=False, compare=False)  # computed once, when asked for
 
     def __post_init__(self) -> None:
         held = [
@@ -61,14 +61,17 @@ class Shards:
             stop = end
         object.__setattr__(self, "length", stop)
         object.__setattr__(self, "held", tuple(held))
-        object.__setattr__(self, "_hash", None)
-        object.__setattr__(self, "_longest", None)
+        object.__setattr__(self, "_known", {})
 
     def __hash__(self) -> int:
-        if self._hash is None:
-            object.__setattr__(self, "_hash", hash(self.chunks))
-        assert self._hash is not None
-        return self._hash
+        return self._once("hash", lambda: hash(self.chunks))
+
+    def _once(self, name: str, compute: Callable[[], _Value]) -> _Value:
+        """A value that takes the time of all ranks. A call asks for it several times."""
+        if name not in self._known:
+            self._known[name] = compute()
+        value: _Value = self._known[name]
+        return value
 
     @staticmethod
     def of(lengths: Sequence[int], layout: str) -> Shards:
@@ -92,10 +95,7 @@ class Shards:
     @property
     def longest(self) -> int:
         """The rows of the longest shard."""
-        if self._longest is None:
-            object.__setattr__(self, "_longest", max(map(self.rows, range(self.world_size))))
-        assert self._longest is not None
-        return self._longest
+        return self._once("longest", lambda: max(map(self.rows, range(self.world_size))))
 
     def rows(self, rank: int) -> int:
         """The number of rows of a rank."""
@@ -134,8 +134,7 @@ class Shards:
         >>> Shards.of([3, 5], "contiguous").within(range(2, 6)).chunks
         ((range(0, 1),), (range(1, 4),))
         """
-        empty = {count: (range(0),) * count for count in set(map(len, self.chunks))}  # ranks without rows share a tuple
-        chunks = list(map(empty.__getitem__, map(len, self.chunks)))
+        chunks = list(self._once("empty", lambda: tuple((range(0),) * len(own) for own in self.chunks)))
         held = []
         for start, stop, rank, number in self._holding(rows):
             start, stop = max(start, rows.start) - rows.start, min(stop, rows.stop) - rows.start
@@ -144,7 +143,7 @@ class Shards:
             chunks[rank] = (*own[:number], range(start, stop), *own[number + 1 :])
         # Chunks of valid shards are valid: the check would take time for every rank.
         within = object.__new__(Shards)
-        values = {"chunks": tuple(chunks), "length": len(rows), "held": tuple(held), "_hash": None, "_longest": None}
+        values = {"chunks": tuple(chunks), "length": len(rows), "held": tuple(held), "_known": {}}
         for name, x in values.items():
             object.__setattr__(within, name, x)
         return within

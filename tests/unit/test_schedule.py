@@ -24,7 +24,9 @@ from dilated_attention_pytorch.shards import Shards
 def cases(draw):
     branches = draw(st.lists(st.tuples(st.integers(1, 24), st.integers(1, 5)), min_size=1, max_size=3))
     key_heads = draw(st.integers(1, 4))
-    offsets = draw(st.sampled_from(["interleaved", "blocked"]))
+    every = st.integers(0, max(r for _, r in branches) - 1)
+    own = st.lists(every, min_size=key_heads, max_size=key_heads)
+    offsets = draw(st.one_of(st.sampled_from(["interleaved", "blocked"]), own))
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     return (
         Dilated([w for w, _ in branches], [r for _, r in branches], offsets),

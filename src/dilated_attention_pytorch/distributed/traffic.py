@@ -106,13 +106,11 @@ class Holdings:
         w, r = (_integers(x)[branches, None, None] for x in (pattern.segment_lengths, pattern.dilation_rates))
         ends = torch.stack((chunks.start, chunks.stop - 1), 1)
         number = ends // w  # (branches, chunks, 2)
-        at = (
-            torch.cat((torch.ones_like(number[..., :1]), number[..., 1:] > number[..., :1]), 2)
-            .flatten()
-            .nonzero()
-            .squeeze(1)
-        )
-        branch, chunk, number = at // ends.numel(), at % ends.numel() >> 1, _at(number.flatten(), at)
+        exists = torch.ones(number.shape, dtype=torch.bool, device="cpu")
+        exists[..., 1] = number[..., 1] > number[..., 0]
+        at = exists.flatten().nonzero().squeeze(1)
+        branch = torch.repeat_interleave(_arange(len(branches)), exists.sum((1, 2)))
+        chunk, number = (at >> 1) - branch * len(ends), _at(number.flatten(), at)
         segment = _consecutive(branch, _at(chunks.sequence, chunk), number)
         low, high = _extremes(_at(chunks.rank, chunk), segment)
         distance = _at(high - low, segment)
@@ -124,19 +122,14 @@ class Holdings:
         # Every offset reads ``length // r`` rows. Those in the cyclic interval from ``begin`` to ``end`` read one more.
         begin = start % r
         end = begin + length % r
-        # The offsets of all branches as one ascending list; those of a branch twice, so that the interval is not cut.
         rates = [pattern.dilation_rates[x] for x in branches]
         offsets = [sorted({pattern.offset(g, heads, rate) for g in range(heads)}) for rate in rates]
-        far = 2 * max(rates)
-        ascending = _integers([
-            x * far + turn + offset
-            for x, (own, rate) in enumerate(zip(offsets, rates, strict=True)) for turn in (0, rate) for offset in own
-        ])  # fmt: skip
-        first = torch.searchsorted(ascending, branch * far + begin)
-        more = torch.searchsorted(ascending, branch * far + end) - first
-        numbers = _integers([len(own) for own in offsets])
-        counts = _at(numbers, branch)
-        first = first - _at(2 * (numbers.cumsum(0) - numbers), branch)
+        counts = _at(_integers([len(own) for own in offsets]), branch)
+        if isinstance(pattern.offsets, str):  # 0, 1, 2, ...
+            first = torch.minimum(begin, counts)
+            more = torch.minimum(end, counts) - first + torch.minimum((end - r).clamp_(min=0), counts)
+        else:
+            first, more = _offsets_within(offsets, rates, branch, begin, end)
         first = torch.where(first == counts, 0, first)
         count = torch.where(length >= r, counts, more)
         rows = length // r + (more > 0)
@@ -200,6 +193,25 @@ class Holdings:
         distance, offsets = self.first[source] - self.first[target], self.offsets[target]
         common = (distance % offsets < self.count[target]) | (-distance % offsets < self.count[source])
         return common & (source <= target) if is_causal else common
+
+
+def _offsets_within(
+    offsets: list[list[int]], rates: list[int], branch: Tensor, begin: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The number of offsets of a branch below ``begin``, and from there to ``end``, which may be beyond the rate.
+
+    >>> first, count = _offsets_within([[0, 3]], [8], torch.tensor([0]), torch.tensor([2]), torch.tensor([9]))
+    >>> first.item(), count.item()  # 3 and 8
+    (1, 2)
+    """
+    # The offsets of all branches as one ascending list; those of a branch twice, so that no interval is cut.
+    far, twice = 2 * max(rates), [0]
+    ascending: list[int] = []
+    for number, (own, rate) in enumerate(zip(offsets, rates, strict=True)):
+        ascending += [number * far + turn + offset for turn in (0, rate) for offset in own]
+        twice.append(len(ascending))
+    first, stop = (torch.searchsorted(_integers(ascending), branch * far + x) for x in (begin, end))
+    return first - _at(_integers(twice), branch), stop - first
 
 
 def messages_by_round(holdings: Holdings, world: int, bucket_size: int) -> tuple[int, ...]:
