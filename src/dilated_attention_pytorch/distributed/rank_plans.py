@@ -28,13 +28,7 @@ from dilated_attention_pytorch.distributed.schedules import (
     joined,
     positions_read,
 )
-from dilated_attention_pytorch.distributed.traffic import (
-    Chunks,
-    Holdings,
-    held_spans,
-    is_one_sequence,
-    messages_by_round,
-)
+from dilated_attention_pytorch.distributed.traffic import Chunks, Holdings, held_spans, is_one_sequence, messages_by_round
 from dilated_attention_pytorch.execute.listed import ListedTiles, PlacedDropout
 from dilated_attention_pytorch.execute.strided import StridedTiles, packed_views
 from dilated_attention_pytorch.patterns.lists import BlockLists
