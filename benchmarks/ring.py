@@ -25,8 +25,10 @@ import torch.multiprocessing as mp
 import dilated_attention_pytorch
 from dilated_attention_pytorch import Dilated, Sharding, attention
 from dilated_attention_pytorch.distributed import Shards, shard_sequence, simulate_ring
-from dilated_attention_pytorch.distributed.schedules import default_bucket_size, make_schedule
+from dilated_attention_pytorch.distributed.schedules import default_bucket_size
+from dilated_attention_pytorch.distributed.traffic import Holdings
 from dilated_attention_pytorch.measure import peak_extra_bytes
+from dilated_attention_pytorch.plan.problem import Problem
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "ring_cpu.json"
@@ -94,14 +96,18 @@ def traffic() -> dict:
         pattern = Dilated([2048 * 4**i for i in range(count)], [4**i for i in range(count)])
         for layout in ("contiguous", "zigzag"):
             shards = Shards.even(n, world, layout)
+            problem = Problem(pattern, False, 1, n, n, HEADS, HEADS)
+
+            def received_bytes(problem: Problem, shards: Shards = shards) -> list[int]:
+                holdings = Holdings.of(problem, shards)
+                return (holdings.received(shards.world_size, is_causal=False) * ROW_BYTES).tolist()
+
             start = time.perf_counter()
-            schedule = make_schedule(pattern, shards, HEADS, is_causal=False)
-            received = [ROW_BYTES * schedule.received_rows(rank) for rank in range(world)]
+            received = received_bytes(problem)
             seconds = time.perf_counter() - start
             branches = {}
             for branch, (w, r) in enumerate(pattern.branches):
-                of_branch = schedule.of_branch(branch)
-                branch_bytes = [ROW_BYTES * of_branch.received_rows(rank) for rank in range(world)]
+                branch_bytes = received_bytes(problem.of_branch(branch))
                 if any(branch_bytes):
                     branches[f"{w}/{r}"] = {"most": max(branch_bytes), "mean": statistics.mean(branch_bytes)}
             dense = (n - TOKENS_PER_RANK) * ROW_BYTES

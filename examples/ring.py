@@ -20,7 +20,7 @@ from ring_check import check
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.cli.demo import embed, standard_library
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, local_device, shard_sequence
-from dilated_attention_pytorch.distributed.schedules import make_schedule
+from dilated_attention_pytorch.distributed.schedules import DilatedSchedule
 from dilated_attention_pytorch.measure import peak_extra_bytes
 
 LAYOUT = "zigzag"
@@ -58,7 +58,7 @@ def main() -> None:
     errors = [float((a - e).norm() / e.norm()) for a, e in zip(gathered, expected, strict=True)]
 
     shards = Shards.even(options.tokens, world, LAYOUT)
-    schedule = make_schedule(pattern, shards, whole[1].shape[2], is_causal=True)
+    schedule = DilatedSchedule(pattern, shards, whole[1].shape[2], is_causal=True)
     row_bytes = whole[1][0, 0].numel() * 2 * 4  # of keys and values
     received, dense = (rows * row_bytes for rows in (schedule.received_rows(rank), options.tokens - shards.rows(rank)))
     lines: list[str | None] = [None] * world

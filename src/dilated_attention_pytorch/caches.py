@@ -20,11 +20,13 @@ class Cache:
 
 
 CACHES = (
+    Cache("shards", "_shards", "shards by their lengths and layout, eight entries"),
     Cache("patterns.dilated", "Dilated.from_spec", "dilated patterns by their string"),
     Cache("patterns.blocks", "SparsePatternConfig.from_spec", "block-sparse configurations by their string"),
     Cache("patterns.blocks", "_digest", "hashes of masks, which ranks compare"),
     Cache("patterns.tiers", "_pattern", "patterns of ranks by configuration and shards"),
     Cache("orders.hilbert", "_copies", "how a Hilbert curve is made of smaller ones, two entries"),
+    Cache("plan.tiles", "_head_runs", "arithmetic progressions of key heads by their offsets"),
     Cache("plan.tiles", "compile_plan", "plans by pattern, length and key heads"),
     Cache("plan.problem", "find_problem", "problems by their fields"),
     Cache("plan.problem", "_plans", "the plans of a problem's sequences"),
@@ -37,16 +39,15 @@ CACHES = (
     Cache("backends.gpu.launch", "launch_cache", "launches without tables, by kernel and arguments"),
     Cache("backends.hopper.configs", "_extent", "pairs and rows of a problem, by which the joint backward is chosen"),
     Cache("backends.hopper.persistent", "multiprocessors", "the number of multiprocessors of a device"),
-    Cache("distributed.schedules", "make_schedule", "schedules of dilated patterns"),
-    Cache("distributed.rank_plans", "dilated_plan", "the plan of a rank in dilated attention"),
-    Cache("distributed.rank_plans", "static_block_plan", "the plan of a rank in block-sparse attention"),
-    Cache("distributed.own_rows", "_plans", "the plans of a rank's own rows"),
+    Cache("distributed.traffic", "_held", "the chunks of shards as tensors, eight entries"),
+    Cache("distributed.rank_plans", "dilated_plan", "plans of a rank in dilated attention, at most 64 MiB"),
+    Cache("distributed.rank_plans", "static_block_plan", "plans of a rank in block-sparse attention, at most 64 MiB"),
+    Cache("distributed.own_rows", "_plans", "the plans of a rank's own rows, four entries"),
     Cache("distributed.own_rows", "_plans_of_chunks", "the same for several chunks"),
     Cache("distributed.own_rows", "_received", "the tiles of a rank's queries with the rows of a message"),
     Cache("distributed.own_rows", "_across", "the tiles between different chunks of a rank"),
     Cache("distributed.own_rows", "_own_blocks", "the block lists of a rank's queries with its own keys"),
     Cache("distributed.own_rows", "_begin_with_blocks", "whether chunks begin with blocks"),
-    Cache("distributed.cost", "_most_bytes", "the most bytes that a rank of a plan receives"),
 )
 
 

@@ -106,8 +106,10 @@ def explain(
 
     The pairs are those computed: under an order, causality hides some of them afterwards. With ``world_size``, the
     explanation also says what so many ranks would send one another, and which backends would compute a rank's rows. The
-    ranks then have even shards of these tensors in the ``layout`` of ``attention``, and exact mixing gradients. The backend
-    of the first line is that of one device. An adaptive pattern chooses its blocks from these tensors.
+    bytes of a forward and of a backward are those of the rank that receives most. A rank waits for each message that it
+    receives. The ranks have even shards of these tensors in the ``layout`` of ``attention``, and exact mixing gradients.
+    The backend of the first line is that of one device. An adaptive pattern chooses its blocks from these tensors, and the
+    means that ranks exchange to choose are counted.
 
     ``device`` asks for another device than that of the tensors, for example ``"cpu"``, ``"cuda"`` (this machine's),
     ``"cuda:h200"``, ``"cuda:sm90"`` or ``"cuda:9.0"``. Tensors may be on the meta device, or fake: only their shapes and
@@ -120,7 +122,7 @@ def explain(
     plan      1 sequence(s), 3 families, 384 dense tiles
     work      206.259 GFLOP forward, 4.690% of the pairs of dense attention
     >>> print(explain(q, q, q, Dilated([2048, 65536], [1, 16]), world_size=8).sharding)
-    shards    8 rank(s), contiguous: ring, 14.00 MiB to a rank, which waits 7 time(s)
+    shards    8 rank(s), contiguous: ring, 14.00 MiB to a rank, which waits 7 time(s); 28.00 MiB in a backward
     own rows  sdpa; rows of others sdpa
 
     In this pattern, every head has either the even rows or the odd ones. A terabyte on the meta device takes no memory:
@@ -141,7 +143,7 @@ def explain(
     backend   sdpa: CPU flash
     plan      1 sequence(s), 106,912 blocks of 128 x 128, 10.176% of those visible
     work      439.899 GFLOP forward, 10.002% of the pairs of dense attention
-    shards    8 rank(s), contiguous: ring, 22.00 MiB to a rank, which waits 7 time(s)
+    shards    8 rank(s), contiguous: ring, 22.00 MiB to a rank, which waits 1 time(s); 41.00 MiB in a backward
     own rows  sdpa; rows of others sdpa
     """
     if layout is not None and world_size is None:

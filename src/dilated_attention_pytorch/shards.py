@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
+from operator import itemgetter
+from typing import Any, TypeVar
 
 from dilated_attention_pytorch.integers import as_integer
 
 LAYOUTS = ("contiguous", "zigzag")
+_Value = TypeVar("_Value")
 
 
 def check_layout(layout: str) -> None:
@@ -33,17 +38,40 @@ class Shards:
 
     chunks: tuple[tuple[range, ...], ...]
     length: int = field(init=False, repr=False, compare=False)  # positions of the whole sequence
+    # The chunks that are not empty, by position: start, stop, rank, and number of the chunk within the rank.
+    held: tuple[tuple[int, int, int, int], ...] = field(init=False, repr=False, compare=False)
+    _known: dict[str, Any] = field(init=False, repr=False, compare=False)  # computed once, when asked for
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "length", sum(map(self.rows, range(self.world_size))))
+        held = [
+            (chunk.start, chunk.stop, rank, number)
+            for rank, chunks in enumerate(self.chunks)
+            for number, chunk in enumerate(chunks)
+            if chunk
+        ]
+        held.sort()
         stop = 0  # of the chunks so far, in the order of positions
-        for chunk in sorted((chunk for chunks in self.chunks for chunk in chunks if chunk), key=lambda chunk: chunk.start):
-            if chunk.start != stop or chunk.step != 1:
+        for start, end, rank, number in held:
+            if start != stop or self.chunks[rank][number].step != 1:
                 raise ValueError(
-                    f"the chunks of all ranks hold every position from 0 once, in ranges of step 1: got {chunk} where "
-                    f"position {stop} should follow; Shards.of([3, 5], 'contiguous') makes them from lengths"
+                    "the chunks of all ranks hold every position from 0 once, in ranges of step 1: got "
+                    f"{self.chunks[rank][number]} where position {stop} should follow; "
+                    "Shards.of([3, 5], 'contiguous') makes them from lengths"
                 )
-            stop = chunk.stop
+            stop = end
+        object.__setattr__(self, "length", stop)
+        object.__setattr__(self, "held", tuple(held))
+        object.__setattr__(self, "_known", {})
+
+    def __hash__(self) -> int:
+        return self._once("hash", lambda: hash(self.chunks))
+
+    def _once(self, name: str, compute: Callable[[], _Value]) -> _Value:
+        """A value that takes the time of all ranks. A call asks for it several times."""
+        if name not in self._known:
+            self._known[name] = compute()
+        value: _Value = self._known[name]
+        return value
 
     @staticmethod
     def of(lengths: Sequence[int], layout: str) -> Shards:
@@ -51,13 +79,7 @@ class Shards:
         check_layout(layout)
         if not lengths or min(lengths) < 0:
             raise ValueError(f"shards need at least one rank and no negative length, got {list(lengths)}")
-        if layout == "contiguous":
-            ends = list(accumulate(lengths))
-            return Shards(tuple((range(end - n, end),) for n, end in zip(lengths, ends, strict=True)))
-        sizes = [(n + 1) // 2 for n in lengths] + [n // 2 for n in reversed(lengths)]
-        ends = list(accumulate(sizes))
-        halves = [range(end - n, end) for n, end in zip(sizes, ends, strict=True)]
-        return Shards(tuple((halves[p], halves[-1 - p]) for p in range(len(lengths))))
+        return _shards(tuple(lengths), layout)
 
     @staticmethod
     def even(length: int, world_size: int, layout: str) -> Shards:
@@ -73,7 +95,7 @@ class Shards:
     @property
     def longest(self) -> int:
         """The rows of the longest shard."""
-        return max(map(self.rows, range(self.world_size)))
+        return self._once("longest", lambda: max(map(self.rows, range(self.world_size))))
 
     def rows(self, rank: int) -> int:
         """The number of rows of a rank."""
@@ -93,14 +115,46 @@ class Shards:
             first += len(chunk)
         raise AssertionError(f"rank {rank} does not hold {positions}")
 
+    def _holding(self, rows: range) -> tuple[tuple[int, int, int, int], ...]:
+        """The chunks of ``held`` with any of these rows."""
+        first = bisect_right(self.held, rows.start, key=itemgetter(0)) - 1
+        return self.held[max(0, first) : bisect_left(self.held, rows.stop, key=itemgetter(0))] if rows else ()
+
+    def holders(self, rows: range) -> set[int]:
+        """The ranks that hold any of these rows.
+
+        >>> Shards.of([4, 4], "zigzag").holders(range(1, 3))
+        {0, 1}
+        """
+        return {rank for _, _, rank, _ in self._holding(rows)}
+
     def within(self, rows: range) -> Shards:
         """The shards of a range of rows, counted from its start: a document of a packed batch.
 
         >>> Shards.of([3, 5], "contiguous").within(range(2, 6)).chunks
         ((range(0, 1),), (range(1, 4),))
         """
+        chunks = list(self._once("empty", lambda: tuple((range(0),) * len(own) for own in self.chunks)))
+        held = []
+        for start, stop, rank, number in self._holding(rows):
+            start, stop = max(start, rows.start) - rows.start, min(stop, rows.stop) - rows.start
+            held.append((start, stop, rank, number))
+            own = chunks[rank]
+            chunks[rank] = (*own[:number], range(start, stop), *own[number + 1 :])
+        # Chunks of valid shards are valid: the check would take time for every rank.
+        within = object.__new__(Shards)
+        values = {"chunks": tuple(chunks), "length": len(rows), "held": tuple(held), "_known": {}}
+        for name, x in values.items():
+            object.__setattr__(within, name, x)
+        return within
 
-        def cut(x: int) -> int:
-            return min(max(x, rows.start), rows.stop) - rows.start
 
-        return Shards(tuple(tuple(range(cut(c.start), cut(c.stop)) for c in chunks) for chunks in self.chunks))
+@lru_cache(maxsize=8)  # shards of 4,096 ranks take about 2 MB
+def _shards(lengths: tuple[int, ...], layout: str) -> Shards:
+    if layout == "contiguous":
+        ends = list(accumulate(lengths))
+        return Shards(tuple((range(end - n, end),) for n, end in zip(lengths, ends, strict=True)))
+    sizes = [(n + 1) // 2 for n in lengths] + [n // 2 for n in reversed(lengths)]
+    ends = list(accumulate(sizes))
+    halves = [range(end - n, end) for n, end in zip(sizes, ends, strict=True)]
+    return Shards(tuple((halves[p], halves[-1 - p]) for p in range(len(lengths))))

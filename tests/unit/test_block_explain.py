@@ -12,6 +12,8 @@ import block_oracle
 from block_cases import SIZE, config, pattern_of, random_order, table_of
 from dilated_attention_pytorch import BlockSparse, DistributedSparseConfig, attention, explain
 from dilated_attention_pytorch.distributed import Shards, simulate_ring
+from dilated_attention_pytorch.distributed.means import MeanBytes, mean_bytes
+from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 
 
 def met_pairs(table, n, m, causal):
@@ -96,7 +98,13 @@ def test_simulated_ranks(kind, causal, layout):
         read = met[:, :, mine].any(2)
         read[:, :, mine] = False
         row = 8 * 8 * 2  # numbers, bytes, key and value
-        assert told.received == int(read.sum()) * row
+        # An adaptive pattern receives means as well. tests/ranks/test_adaptive_scale.py counts them.
+        chosen = MeanBytes(0, 0, 0)
+        if kind == "adaptive":
+            rule = BlockRule(SIZE, config("adaptive", 0.4))
+            chosen = mean_bytes(Problem(rule, causal, 2, 117, 117, 4, 2), shards, told.rank, 8, 8)
+        assert told.received == int(read.sum()) * row + chosen.received
+        assert told.means == chosen.held
         assert told.rows == len(mine)
         assert told.query == 2 * len(mine) * 4 * 8 * 8
         assert told.key_value == 2 * 2 * len(mine) * 2 * 8 * 8
@@ -104,6 +112,8 @@ def test_simulated_ranks(kind, causal, layout):
         assert told.buffers > 0
     sharding = explain(q, k, v, pattern, is_causal=causal, world_size=3, layout=layout).sharding
     assert sharding.bytes == max(told.received for told in memory)
+    if kind == "adaptive":
+        assert sharding.transport == "ring"  # as in a call, where no rank knows how much the others receive
     assert (sharding.world_size, sharding.layout) == (3, layout)
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oracle
 from block_cases import SIZE, config, positions_met, random_order
-from dilated_attention_pytorch import BlockSparse, Dilated, attention, explain
+from dilated_attention_pytorch import BlockSparse, Dilated, SparsePatternConfig, attention, explain
 from dilated_attention_pytorch.backends.targets import GPUS
 from dilated_attention_pytorch.distributed import simulate_ring
 
@@ -127,7 +127,7 @@ def test_descriptions(described):
     pattern = Dilated([512, 4096], [1, 4])
     told = explain(far, far, far, pattern, device=described, world_size=4)
     assert told.backend == "hopper"
-    assert (told.sharding.own_rows, told.sharding.other_rows) == ("hopper", "sdpa")
+    assert (told.sharding.own_rows, told.sharding.other_rows) == ("hopper", "hopper")
     near = torch.empty(1, 4096, 8, 64, dtype=torch.bfloat16)
     assert explain(near, near, near, pattern, device=described, world_size=4) == told
     on_cpu = explain(near, near, near, pattern)
@@ -222,11 +222,83 @@ def test_simulated_memory_of_gpus(device):
     x = torch.empty(1, 2**17, 8, 64, device="meta", dtype=torch.bfloat16)
     _, _, memory = simulate_ring(x, x, x, Dilated([2048, 2**17], [1, 64]), 8, device=device)
     for one in memory:
-        assert min(astuple(one)[1:]) > 0
+        assert min(astuple(one)[1:7]) > 0
+        assert astuple(one)[7:] == (0, None, None, None)  # not adaptive, no backward
         assert one.rows == 2**14
         assert one.query == 2**14 * 8 * 64 * 2
         assert one.partials >= 2**14 * 8 * (64 + 1) * 4
         assert one.partials < 4 * 2**14 * 8 * 64 * 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:h200", "cuda:a100"])
+def test_simulated_backward_of_gpus(device):
+    """Gradients take more than results, and their messages are float32. Fused kernels do not run on the meta device."""
+    x = torch.empty(1, 2**14, 8, 64, device="meta", dtype=torch.bfloat16)
+    _, _, memory = simulate_ring(x, x, x, Dilated([2048, 2**14], [1, 4]), 8, device=device, backward=True)
+    for one in memory:
+        assert one.grad_received == 3 * one.received  # keys and values in 2 bytes, gradients in 4
+        assert one.grad_buffers == 3 * one.buffers
+        if device == "cuda:h200":
+            assert one.grad_partials is None
+        else:
+            assert one.grad_partials >= 3 * 2**11 * 8 * 64 * 4  # in the accumulation type
+
+
+def test_memory_of_half_precision_and_negative_scales():
+    """The results as returned are counted beside those in float32, and the query with the other sign."""
+    query = 1024 * 2 * 16
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for scale in (0.3, -0.3):
+            x = torch.empty(1, 4096, 2, 16, device="meta", dtype=dtype)
+            *_, memory = simulate_ring(x, x, x, Dilated([512, 4096], [1, 4]), 4, scale=scale, device="cpu", backward=True)
+            found[dtype, scale] = memory[1].partials, memory[1].grad_partials
+            assert memory[1].partials >= query * 4 + 2 * 1024 * 2 * 4 + (query * 2 if dtype == torch.bfloat16 else 0)
+    for dtype, itemsize in ((torch.float32, 4), (torch.bfloat16, 2)):
+        for negative, positive in zip(found[dtype, -0.3], found[dtype, 0.3], strict=True):
+            assert negative - positive == query * itemsize
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("pattern", [Dilated([8], [1]), BlockSparse.from_config(config("local_window", 0.5))])
+def test_ranks_without_rows(pattern, layout):
+    """More ranks than rows, and no rows at all. In the zigzag layout, a rank with one row has one chunk."""
+    x = torch.randn(1, 5, 2, 8)
+    out, _, memory = simulate_ring(x, x, x, pattern, 8, layout=layout, backward=True)
+    torch.testing.assert_close(out, attention(x, x, x, pattern))
+    assert [one.rows for one in memory] == [1] * 5 + [0] * 3
+    row = 2 * 2 * 8 * 4
+    assert [one.received for one in memory] == [4 * row] * 5 + [0] * 3
+    assert [one.grad_received for one in memory] == [8 * row] * 5 + [0] * 3
+    assert all(astuple(one)[2:] == (0,) * 9 for one in memory[5:])
+    sharding = explain(x, x, x, pattern, world_size=8, layout=layout).sharding
+    assert (sharding.bytes, sharding.backward_bytes, sharding.waits) == (4 * row, 8 * row, 4)
+    none = x[:, :0]
+    assert explain(none, none, none, pattern, world_size=3, layout=layout).sharding.bytes == 0
+    assert [one.received for one in simulate_ring(none, none, none, pattern, 3, layout=layout, backward=True)[2]] == [0] * 3
+
+
+def test_waits_are_messages_that_arrive():
+    """A window reads its neighbours: two messages, for any number of ranks."""
+    x = torch.empty(1, 4096, 2, 8)
+    window = BlockSparse.from_config(config("local_window", 0.1))
+    for world in (3, 8, 16):
+        assert explain(x, x, x, window, world_size=world).sharding.waits == 2
+    # 16 ranks of 256 rows: segments of 8 ranks at rate 2, so 128 rows from each of the 7 others.
+    sharding = explain(x, x, x, Dilated([2048], [2]), world_size=16).sharding
+    assert (sharding.transport, sharding.waits, sharding.bytes) == ("ring", 7, 7 * 128 * 2 * 2 * 8 * 4)
+
+
+def test_explain_thousands_of_ranks():
+    far = torch.empty(1, 2**25, 8, 64, device="meta", dtype=torch.bfloat16)
+    rates = [4**i for i in range(8)]
+    start = time.process_time()
+    told = explain(far, far, far, Dilated([2048 * r for r in rates], rates), world_size=4096, device="cuda:h200")
+    assert told.sharding.bytes < told.sharding.backward_bytes == 3 * told.sharding.bytes
+    far, window = far[:, : 2**20], BlockSparse.from_config(SparsePatternConfig("local_window", 4e-2))
+    # 328 of 8,192 blocks, so 164 blocks to each side: those of 3 ranks.
+    assert explain(far, far, far, window, world_size=128, device="cuda:h200").sharding.waits == 6
+    assert time.process_time() - start < 30
 
 
 def test_adaptive_blocks_are_chosen_from_ordered_rows():

@@ -8,7 +8,7 @@ import torch
 from dilated_attention_pytorch import Dilated, attention
 from dilated_attention_pytorch.distributed import Shards, simulate_ring
 from dilated_attention_pytorch.distributed.messages import Message
-from dilated_attention_pytorch.distributed.schedules import default_bucket_size, make_schedule
+from dilated_attention_pytorch.distributed.schedules import DilatedSchedule, default_bucket_size
 from dilated_attention_pytorch.distributed.simulate import SimulatedWire
 
 CASES = [
@@ -26,7 +26,7 @@ def test_simulation(case, bucket_size):
     out, lse, memory = simulate_ring(q, k, v, pattern, 5, is_causal=is_causal, layout=shards, bucket_size=bucket_size)
     expected = attention(q, k, v, pattern, is_causal=is_causal, return_lse=True)
     torch.testing.assert_close((out, lse), expected, rtol=1e-10, atol=1e-10)
-    schedule = make_schedule(pattern, shards, 2, is_causal=is_causal)
+    schedule = DilatedSchedule(pattern, shards, 2, is_causal=is_causal)
     for used in memory:
         rows = shards.rows(used.rank)
         assert used.rows == rows

@@ -18,6 +18,7 @@ from dilated_attention_pytorch.call import Call
 from dilated_attention_pytorch.distributed.messages import Message
 from dilated_attention_pytorch.distributed.own_rows import sharding_of
 from dilated_attention_pytorch.distributed.wire import Parcel, Wire
+from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Inputs
@@ -50,12 +51,17 @@ def heads_of(rank: int, key_heads: int, world: int) -> range:
     return range(start, start + each + (rank < more))
 
 
-def received_bytes(call: Call, shards: Shards) -> int:
-    """The bytes that a rank with the longest shard and the most heads receives in a forward: inputs, then output."""
-    rows, own, per_key = shards.longest, -(-call.key_heads // shards.world_size), call.heads // call.key_heads
-    inputs = (shards.length - rows) * own * (per_key + 2)
-    output = rows * (call.key_heads - own) * per_key
-    return call.batch * (inputs + output) * call.head_dim * call.dtype.itemsize
+def received_bytes(call: Call, shards: Shards, *, backward: bool = False) -> list[int]:
+    """By rank: the bytes that it receives. A forward exchanges inputs, then the output; a backward their gradients."""
+    per_key, world, found = call.heads // call.key_heads, shards.world_size, []
+    for rank in range(world):
+        rows, own = shards.rows(rank), len(heads_of(rank, call.key_heads, world))
+        of_others, of_heads = (shards.length - rows) * own, rows * (call.key_heads - own)
+        inputs, output = (of_heads, of_others) if backward else (of_others, of_heads)
+        elements = call.head_dim * (inputs * (per_key + 2) + output * per_key)
+        lse = output * per_key * accumulate_dtype(call.dtype).itemsize if call.return_lse else 0
+        found.append(call.batch * (elements * call.dtype.itemsize + lse))
+    return found
 
 
 class _Swap(torch.autograd.Function):

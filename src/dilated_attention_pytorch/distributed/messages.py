@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -45,9 +44,13 @@ class SequenceShards(Generic[Schedule]):
         """The rows of a rank's tensors at these positions of the sequence."""
         return self.shards.rows_of(rank, range(self.first_row + positions.start, self.first_row + positions.stop))
 
+    def received(self, rank: int) -> int:
+        """The rows times samples and key heads that a rank receives in a forward."""
+        return math.prod(self.shape(self.schedule.received_rows(rank)))
+
     def bytes(self, rank: int, head_dim: int, element_size: int) -> int:
         """The bytes of keys and values that a rank receives in a forward."""
-        return 2 * math.prod(self.shape(self.schedule.received_rows(rank))) * head_dim * element_size
+        return 2 * self.received(rank) * head_dim * element_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,11 @@ class Step:
     queries: tuple[slice, ...]  # samples, rows and possibly heads of the query tensor
     keys: tuple[slice, ...]  # of the key tensor of this rank, or of a section of a message
     first_row: int  # of the sequence within the row of tokens
+
+    @property
+    def bytes(self) -> int:
+        """About how much memory the step takes."""
+        return 512
 
     def tiles(self, options: Options) -> TileSet:
         """The tiles, with the dropout and the positions of a call. Positions do not travel: every rank knows the order."""
@@ -83,6 +91,11 @@ class Section:
     def shape(self) -> tuple[int, int, int]:
         """Samples, rows and key heads."""
         return self.sequence.shape(self.transfer.rows)
+
+    @property
+    def bytes(self) -> int:
+        """About how much memory the section takes, without the rows that travel."""
+        return 512
 
     def pack_(self, x: Tensor, packed: Tensor) -> None:
         """Copy the rows from a tensor (B, n, G, D) of the sender."""
@@ -145,9 +158,18 @@ Tick = tuple[Message | None, Message | None]  # what a rank sends and what it re
 class RankPlan:
     """What one rank sends, receives and computes in a call."""
 
-    sequences: tuple[SequenceShards[Any], ...]
+    sequences: tuple[SequenceShards[Any], ...]  # of which this rank holds rows
     ticks: tuple[Tick, ...]
     own: tuple[Step, ...]  # steps with own keys
+    # The most rows times samples and key heads that any rank receives, or an upper bound. It is the same on every rank.
+    most_received: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """About how much memory the plan takes."""
+        sections = sum(x.bytes for tick in self.ticks for message in tick if message is not None for x in message.sections)
+        shards: int = sum(x.schedule.shards.world_size for x in self.sequences)
+        return 512 * len(self.ticks) + 16 * shards + sections + sum(step.bytes for step in self.own)
 
 
 # Cuts the transfers of one round, each with its sequence, into messages.
@@ -161,10 +183,10 @@ def make_ticks(
     world = len(counts) + 1
     by_ends: dict[tuple[int, int], list[tuple[Any, Any]]] = defaultdict(list)
     for sequence in sequences:
-        for transfer in chain(sequence.schedule.sends(rank), sequence.schedule.receives(rank)):
+        for transfer in sequence.schedule.of_rank(rank):
             by_ends[transfer.source, transfer.target].append((sequence, transfer))
     ticks: list[Tick] = []
-    for t, count in enumerate(counts, start=1):
+    for t, count in ((t, count) for t, count in enumerate(counts, start=1) if count):
         sides: list[list[Message | None]] = []
         for ends in ((rank, (rank + t) % world), ((rank - t) % world, rank)):
             messages: list[Message | None] = [

@@ -162,10 +162,10 @@ def _plans_of_chunks(problem: OwnRows) -> tuple[tuple[Span, Plan], ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4)  # a rank holds few problems at a time, and the plans of 2,000 documents take about 10 MB
 def _plans(problem: OwnRows) -> tuple[tuple[Span, Plan], ...]:
     (own,), length, found = problem.shards.chunks[problem.rank], problem.shards.length, []
-    for span in spans(problem.batch, length, length, problem.lengths, problem.cu_seqlens):
+    for span in spans(problem.batch, length, length, problem.lengths, problem.cu_seqlens, own):
         start, stop = max(own.start, span.keys.start), min(own.stop, span.keys.stop)
         if start < stop:
             rows = slice(start - own.start, stop - own.start)

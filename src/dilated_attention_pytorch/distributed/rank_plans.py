@@ -8,13 +8,15 @@ has steps of its own.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.distributed.bounded import BoundedCache
 from dilated_attention_pytorch.distributed.messages import RankPlan, Section, SequenceShards, Step, make_ticks
 from dilated_attention_pytorch.distributed.schedules import (
     BlockSchedule,
@@ -23,10 +25,10 @@ from dilated_attention_pytorch.distributed.schedules import (
     Ranges,
     Transfer,
     blocks_of,
-    make_schedule,
-    messages_by_round,
+    joined,
     positions_read,
 )
+from dilated_attention_pytorch.distributed.traffic import Chunks, Holdings, held_spans, is_one_sequence, messages_by_round
 from dilated_attention_pytorch.execute.listed import ListedTiles, PlacedDropout
 from dilated_attention_pytorch.execute.strided import StridedTiles, packed_views
 from dilated_attention_pytorch.patterns.lists import BlockLists
@@ -38,6 +40,7 @@ from dilated_attention_pytorch.values import Options
 
 DilatedShards = SequenceShards[DilatedSchedule]
 ChunkLists = tuple[BlockLists | None, ...]  # by chunk of a rank; None for an empty chunk
+_ENTRIES = 2**20  # of block lists that are made together
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,11 @@ class DilatedStep(Step):
 
     plan: Plan
     packed: bool  # the keys are those of a message
+
+    @property
+    def bytes(self) -> int:
+        """About how much memory the step takes, with its plan."""
+        return 512 + 512 * len(self.plan.families)
 
     def tiles(self, options: Options) -> StridedTiles:
         """The tiles, with the dropout and the positions of a call."""
@@ -90,9 +98,9 @@ class DilatedSection(Section):
             yield DilatedStep(queries, (), sequence.first_row, plan, packed=True)
 
 
-@lru_cache(maxsize=64)
+@BoundedCache
 def dilated_plan(problem: Problem, shards: Shards, rank: int, bucket_size: int) -> RankPlan:
-    """The plan of a rank, for a problem of the whole sequence.
+    """The plan of a rank, for a problem of the whole sequence. It has the sequences of which the rank holds rows.
 
     16 positions on two ranks, where all rows meet: each rank sends 8 rows, 3 in a message.
 
@@ -103,12 +111,14 @@ def dilated_plan(problem: Problem, shards: Shards, rank: int, bucket_size: int) 
     [('round 1, message 1', [range(0, 3)]), ('round 1, message 2', [range(3, 6)]), ('round 1, message 3', [range(6, 8)])]
     """
     sequences: list[DilatedShards] = []
-    for span in problem.spans():
+    for span in held_spans(problem, shards, rank):
         rows = range(span.keys.start, span.keys.stop)
-        sizes = shards.within(rows), problem.key_heads
-        schedule = make_schedule(problem.dilated, *sizes, is_causal=problem.is_causal).of_branch(problem.branch)
+        sizes = shards.within(rows), problem.key_heads, problem.is_causal
+        schedule = DilatedSchedule(problem.dilated, *sizes, problem.branch)
         sequences.append(SequenceShards(span.samples, slice(0, problem.key_heads), rows.start, shards, schedule))
-    counts = messages_by_round([x.schedule for x in sequences], bucket_size) if sequences else []
+    holdings, world = Holdings.of(problem, shards), shards.world_size
+    counts = messages_by_round(holdings, world, bucket_size)
+    most = int(holdings.received(world, is_causal=problem.is_causal).max()) * problem.key_heads
 
     def split(transfers: list[tuple[DilatedShards, Transfer]]) -> Iterator[tuple[DilatedSection, ...]]:
         """The transfers of one round, cut into messages of ``bucket_size`` rows; the last message may be shorter."""
@@ -132,7 +142,7 @@ def dilated_plan(problem: Problem, shards: Shards, rank: int, bucket_size: int) 
                 queries, keys = ((sequence.samples, sequence.rows(rank, x)) for x in (plan.queries, plan.keys))
                 yield DilatedStep(queries, keys, sequence.first_row, plan, packed=False)
 
-    return RankPlan(tuple(sequences), make_ticks(rank, sequences, counts, split), tuple(own()))
+    return RankPlan(tuple(sequences), make_ticks(rank, sequences, counts, split), tuple(own()), most)
 
 
 def positions_of(ranges: Iterable[range | slice], device: torch.device | str = "cpu") -> Tensor:
@@ -159,6 +169,11 @@ class BlockStep(Step):
     packed: Ranges  # the positions of the packed rows
     within: slice  # the packed rows of this step
 
+    @property
+    def bytes(self) -> int:
+        """About how much memory the step takes, with its lists."""
+        return 1024 + sum(x.nbytes for x in (self.lists.counts, self.lists.starts, self.lists.indices))
+
     def tiles(self, options: Options) -> ListedTiles:
         """The tiles, with the dropout and the positions of a call."""
         dropout, (samples, _, heads), device = None, self.queries, self.lists.indices.device
@@ -175,6 +190,11 @@ class BlockSection(Section):
 
     rows: Tensor  # of the sender's tensors, if this rank is the sender
     received: tuple[BlockStep, ...]  # if this rank is the receiver
+
+    @property
+    def bytes(self) -> int:
+        """About how much memory the section takes, without the rows that travel."""
+        return 512 + self.rows.nbytes + sum(step.bytes for step in self.received)
 
     def pack_(self, x: Tensor, packed: Tensor) -> None:
         """Copy the rows from a tensor of the sender."""
@@ -195,10 +215,13 @@ def named_blocks(lists: BlockLists | None) -> Ranges:
     >>> named_blocks(BlockLists.from_mask(torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0]]).bool(), 64))
     (range(0, 2), range(3, 4))
     """
-    if lists is None:
+    blocks = None if lists is None else lists.entries()
+    if blocks is None or not len(blocks):
         return ()
-    named = lists.named().to(torch.int8)
-    edges = torch.diff(named, prepend=named.new_zeros(1), append=named.new_zeros(1)).nonzero().squeeze(1).tolist()
+    first = int(blocks.min())
+    named = torch.zeros(int(blocks.max()) - first + 3, dtype=torch.int8, device="cpu")  # with an unnamed one at each end
+    named[blocks.long() - first + 1] = 1
+    edges = (torch.diff(named).nonzero().squeeze(1) + first).tolist()
     return tuple(range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True))
 
 
@@ -209,21 +232,44 @@ def read_by(problem: Problem, chunks: Sequence[range], lists: ChunkLists, length
 
 
 def listed_sequences(problem: Problem, shards: Shards, rank: int) -> tuple[ListedShards, ...]:
-    """The sequences of a pattern that does not depend on content."""
-    rule, found = problem.blocks, []
-    for span in problem.spans():
-        blocks, within = -(-span.length // rule.block_size), shards.within(range(span.keys.start, span.keys.stop))
-        given = None if rule.given is None else rule.given.cropped(0, blocks)
-        for samples, heads, key_heads in sharing(problem, span, (1, 1) if given is None else given.counts.shape[:2]):
-            source = None if given is None else given.of_samples(samples).of_heads(heads)
-            by_rank = [
-                tuple(_lists(problem, source, chunk, blocks) if chunk else None for chunk in chunks)
-                for chunks in within.chunks
-            ]
-            read = (read_by(problem, *own, span.length) for own in zip(within.chunks, by_rank, strict=True))
-            schedule = BlockSchedule(within, tuple(read))
-            found.append(ListedShards(samples, key_heads, span.keys.start, shards, schedule, heads, by_rank[rank]))
-    return tuple(found)
+    """The sequences of a pattern that does not depend on content, of which a rank holds rows.
+
+    A batch of one sequence has it on every rank, because all ranks count what each of them reads of it.
+    """
+    own = problem.spans() if is_one_sequence(problem) else held_spans(problem, shards, rank)
+    return tuple(sequence for span in own for sequence in listed_span(problem, shards, span, rank))
+
+
+def listed_span(problem: Problem, shards: Shards, span: Span, rank: int) -> Iterator[ListedShards]:
+    """A sequence by samples and heads that share lists, with the lists of a rank and what every rank reads."""
+    rule, within = problem.blocks, shards.within(range(span.keys.start, span.keys.stop))
+    blocks = -(-span.length // rule.block_size)
+    given = None if rule.given is None else rule.given.cropped(0, blocks)
+    for samples, heads, key_heads in sharing(problem, span, (1, 1) if given is None else given.counts.shape[:2]):
+        source = None if given is None else given.of_samples(samples).of_heads(heads)
+        lists = tuple(_lists(problem, source, chunk, blocks) if chunk else None for chunk in within.chunks[rank])
+        schedule = BlockSchedule(within, _read_by_all(problem, source, within, blocks))
+        yield ListedShards(samples, key_heads, span.keys.start, shards, schedule, heads, lists)
+
+
+def _read_by_all(problem: Problem, given: BlockLists | None, shards: Shards, blocks: int) -> tuple[Ranges, ...]:
+    """By rank: the positions of a sequence that it reads, if several ranks hold it. Many lists are made together."""
+    if len(shards.holders(range(shards.length))) < 2:
+        return ((),) * shards.world_size
+    size, read = problem.blocks.block_size, [list[range]() for _ in shards.chunks]
+    entries = max(1, -(-blocks * problem.blocks.config.ratio // 1)) if problem.blocks.config is not None else 1  # of a list
+    together = max(1, _ENTRIES // entries) * size  # positions
+    first = 0
+    while first < len(shards.held):
+        start = shards.held[first][0]
+        last = bisect_left(shards.held, start + together, lo=first + 1, key=itemgetter(1))
+        lists = _lists(problem, given, range(start, shards.held[last - 1][1]), blocks)
+        for a, b, rank, _ in shards.held[first:last]:
+            rows = blocks_of(range(a, b), size)
+            named = named_blocks(lists.rows(rows.start, rows.stop))
+            read[rank] += positions_read([range(a, b)], [named], size, shards.length, is_causal=problem.is_causal)
+        first = last
+    return tuple(map(joined, read))
 
 
 def _lists(problem: Problem, given: BlockLists | None, chunk: range, blocks: int) -> BlockLists:
@@ -248,16 +294,24 @@ def sharing(problem: Problem, span: Span, lists: Sequence[int]) -> Iterator[tupl
                 yield own, slice(g * per_key, (g + 1) * per_key), slice(g, g + 1)
 
 
-@lru_cache(maxsize=16)
+@BoundedCache
 def static_block_plan(problem: Problem, shards: Shards, rank: int, device: torch.device) -> RankPlan:
     """The plan of a rank for a pattern that does not depend on content."""
-    return block_plan(listed_sequences(problem, shards, rank), problem, rank, shards.world_size, device)
+    sequences = listed_sequences(problem, shards, rank)
+    if is_one_sequence(problem):
+        reach = max((x.schedule.reach for x in sequences), default=0)
+        most = max(sum(x.received(p) for x in sequences) for p in range(shards.world_size))
+    else:  # a rank does not know the lists of sequences that it does not hold
+        chunks = Chunks.of(problem, shards)
+        reach, most = chunks.reach, chunks.most_others(is_causal=problem.is_causal) * problem.key_heads
+    return replace(block_plan(sequences, problem, rank, shards.world_size, device, reach), most_received=most)
 
 
 def block_plan(
-    sequences: tuple[ListedShards, ...], problem: Problem, rank: int, world: int, device: torch.device
-) -> RankPlan:
-    """The plan of a rank, with one message to and from every other rank."""
+    sequences: tuple[ListedShards, ...], problem: Problem, rank: int, world: int, device: torch.device,
+    reach: int | None = None,
+) -> RankPlan:  # fmt: skip
+    """The plan of a rank, with at most one message to and from every other rank that is not farther than ``reach``."""
 
     def steps(sequence: ListedShards, ranges: Ranges, keys: tuple[slice, slice, slice]) -> Iterator[BlockStep]:
         return _block_steps(sequence, ranges, keys, rank, problem.is_causal, device)
@@ -281,7 +335,8 @@ def block_plan(
         if chunk
         for step in steps(sequence, (chunk,), (sequence.samples, sequence.rows(rank, chunk), sequence.key_heads))
     )
-    return RankPlan(sequences, make_ticks(rank, sequences, [1] * (world - 1), split), tuple(own))
+    counts = [int(reach is None or min(t, world - t) <= reach) for t in range(1, world)]
+    return RankPlan(sequences, make_ticks(rank, sequences, counts, split), tuple(own))
 
 
 def _block_steps(

@@ -2,8 +2,8 @@
 
 Dilated patterns: a segment that one rank holds sends nothing. Of a segment that several ranks hold, each rank needs the
 rows of the others that the heads of the branch read: ``1 / r`` of them, and only the earlier ones if causal. A schedule
-stores once for all ranks which of them share which segments, so that schedules of thousands of ranks stay small. The
-transfers of one rank are made from it on demand.
+stores nothing but the shards. The transfers of one rank are made from it on demand, in a time that does not depend on ranks
+with which it shares no segment.
 
 Block lists: a rank reads the key blocks that the lists of its query blocks name. If several ranks hold a block, each sends
 its rows of it. If causal, a chunk of queries reads no later position than its own last one.
@@ -14,11 +14,11 @@ have the same order of messages, whatever their shards are.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import accumulate, product
+from dataclasses import dataclass, replace
+from itertools import chain, product
+from operator import itemgetter
 
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
@@ -97,7 +97,6 @@ class SharedSegment:
 
     branch: int
     holdings: tuple[Holding, ...]
-    sums: dict[int, tuple[int, ...]] = field(repr=False)  # by heads: rows of the first n holdings with a head in common
 
     def needed(self, own: list[Holding], other: Holding, is_causal: bool) -> bool:
         """Whether a head of a rank with the holdings ``own`` sees keys of another rank's holding."""
@@ -132,13 +131,13 @@ Transfer(source=1, target=0, branch=0, positions=range(18, 30), rows=3))
 
 @dataclass(frozen=True, slots=True)
 class DilatedSchedule:
-    """What every rank needs from every other.
+    """What a rank of a sequence needs from the others. ``branch`` selects one of the pattern's branches if not None.
 
     16 positions on two ranks, with segments of 4 at rate 1 and segments of 16 at rate 4. Only the second branch crosses
     ranks, and each rank receives the 2 rows per head that the other holds of it.
 
     >>> shards = Shards.of([8, 8], "contiguous")
-    >>> schedule = make_schedule(Dilated([4, 16], [1, 4]), shards, key_heads=4, is_causal=False)
+    >>> schedule = DilatedSchedule(Dilated([4, 16], [1, 4]), shards, key_heads=4, is_causal=False)
     >>> list(schedule.receives(0))
     [Transfer(source=1, target=0, branch=1, positions=range(8, 16), rows=2)]
     >>> schedule.received_rows(0)
@@ -149,16 +148,14 @@ class DilatedSchedule:
     shards: Shards
     key_heads: int
     is_causal: bool
-    segments: tuple[SharedSegment, ...]
-    segments_of: tuple[tuple[int, ...], ...] = field(repr=False)  # by rank: numbers of segments
-    branch: int | None = None  # only this one of the pattern's branches, if not None
+    branch: int | None = None
+
+    def __post_init__(self) -> None:
+        self.pattern.check_key_heads(self.key_heads)
 
     def of_branch(self, branch: int | None) -> DilatedSchedule:
         """The same schedule for one branch; for all of them if it is None."""
-        if branch is None:
-            return self
-        numbers = tuple(tuple(n for n in own if self.segments[n].branch == branch) for own in self.segments_of)
-        return replace(self, segments_of=numbers, branch=branch)
+        return replace(self, branch=branch)
 
     def own_plans(self, rank: int) -> Iterator[Plan]:
         """The tiles of a rank's own queries and keys, for every pair of its chunks."""
@@ -171,121 +168,76 @@ class DilatedSchedule:
     def _plans(self, rank: int, keys: tuple[range, ...], branch: int | None) -> Iterator[Plan]:
         sizes = self.shards.length, self.key_heads
         for queries, at in product(self.shards.chunks[rank], keys):
-            plan = compile_plan(self.pattern, *sizes, is_causal=self.is_causal, queries=queries, keys=at)
-            plan = plan if branch is None else plan.of_branch(branch)
-            if plan.families:
-                yield plan
+            if queries and at:
+                plan = compile_plan(self.pattern, *sizes, is_causal=self.is_causal, queries=queries, keys=at)
+                plan = plan if branch is None else plan.of_branch(branch)
+                if plan.families:
+                    yield plan
 
-    def _segments_of(self, rank: int) -> Iterator[SharedSegment]:
-        return (self.segments[number] for number in self.segments_of[rank])
+    def segments(self, rank: int) -> Iterator[SharedSegment]:
+        """The segments that a rank holds together with others, by branch and position.
 
-    def receives(self, rank: int) -> Iterator[Transfer]:
-        """What a rank needs from others, by segment and position."""
-        for segment in self._segments_of(rank):
-            own = [holding for holding in segment.holdings if holding.rank == rank]
-            for holding in segment.holdings:
-                if holding.rank != rank and segment.needed(own, holding, self.is_causal):
-                    yield Transfer(holding.rank, rank, segment.branch, holding.positions, holding.rows)
+        Inside a chunk, segments belong to one rank: only the first and the last segment of a chunk may be shared.
+        """
+        held, length = self.shards.held, self.shards.length
+        for branch, (w, r) in enumerate(self.pattern.branches):
+            if self.branch not in (None, branch):
+                continue
+            heads_of: dict[int, int] = {}  # by offset: the key heads, as bits
+            for g in range(self.key_heads):
+                offset = self.pattern.offset(g, self.key_heads, r)
+                heads_of[offset] = heads_of.get(offset, 0) | 1 << g
+            chunks = [chunk for chunk in self.shards.chunks[rank] if chunk]
+            for number in sorted({x // w for chunk in chunks for x in (chunk.start, chunk.stop - 1)}):
+                start, stop = number * w, min((number + 1) * w, length)
+                first = bisect_right(held, start, key=itemgetter(0)) - 1
+                inside = held[first : bisect_left(held, stop, key=itemgetter(0))]
+                if any(other != rank for _, _, other, _ in inside):
+                    cut = ((other, range(max(a, start), min(b, stop))) for a, b, other, _ in inside)
+                    yield SharedSegment(branch, tuple(_holding(*one, start, r, heads_of) for one in cut))
 
-    def sends(self, rank: int) -> Iterator[Transfer]:
-        """What others need from a rank, by segment, position and target."""
-        for segment in self._segments_of(rank):
+    def of_rank(self, rank: int) -> Iterator[Transfer]:
+        """What a rank receives and sends, by segment; within a segment by position, then by target."""
+        for segment in self.segments(rank):
             by_rank: dict[int, list[Holding]] = {}
             for holding in segment.holdings:
                 by_rank.setdefault(holding.rank, []).append(holding)
+            for holding in segment.holdings:
+                if holding.rank != rank and segment.needed(by_rank[rank], holding, self.is_causal):
+                    yield Transfer(holding.rank, rank, segment.branch, holding.positions, holding.rows)
             for holding in by_rank[rank]:
                 for target, own in by_rank.items():
                     if target != rank and segment.needed(own, holding, self.is_causal):
                         yield Transfer(rank, target, segment.branch, holding.positions, holding.rows)
 
+    def receives(self, rank: int) -> Iterator[Transfer]:
+        """What a rank needs from others, by segment and position."""
+        return (transfer for transfer in self.of_rank(rank) if transfer.target == rank)
+
+    def sends(self, rank: int) -> Iterator[Transfer]:
+        """What others need from a rank, by segment, position and target."""
+        return (transfer for transfer in self.of_rank(rank) if transfer.source == rank)
+
     def received_rows(self, rank: int) -> int:
         """The rows per key head and sample that a rank receives in a forward."""
-        rows = 0
-        for segment in self._segments_of(rank):
-            positions = range(segment.holdings[0].positions.start, segment.holdings[-1].positions.stop)
-            chunks = (x for chunk in self.shards.chunks[rank] for x in overlap((chunk,), positions))
-            numbers = (bisect_right(segment.holdings, x.start, key=lambda x: x.positions.start) - 1 for x in chunks)
-            own = {i: segment.holdings[i] for i in numbers if segment.holdings[i].rows}
-            heads = {holding.heads for holding in own.values()}
-            if len(heads) == 1:  # takes the time of a search, not of a sum over thousands of ranks
-                sums = segment.sums[heads.pop()]
-                rows += sums[max(own) + 1 if self.is_causal else -1] - sum(holding.rows for holding in own.values())
-            elif heads:
-                mine, others = list(own.values()), (holding for holding in segment.holdings if holding.rank != rank)
-                rows += sum(holding.rows for holding in others if segment.needed(mine, holding, self.is_causal))
-        return rows
+        return sum(transfer.rows for transfer in self.receives(rank))
 
 
-def _holding(rank: int, positions: range, segment: int, rate: int, offsets: tuple[int, ...]) -> Holding:
-    """What a rank holds of the segment that starts at ``segment``.
+def _holding(rank: int, positions: range, segment: int, rate: int, heads_of: dict[int, int]) -> Holding:
+    """What a rank holds of the segment that starts at ``segment``; ``heads_of`` has key heads as bits, by offset.
 
     Positions 1 to 3 of a segment at rate 2: the head of offset 0 reads one of them, the head of offset 1 two.
 
-    >>> _holding(5, range(1, 4), 0, 2, (0, 1))
+    >>> _holding(5, range(1, 4), 0, 2, {0: 0b01, 1: 0b10})
     Holding(rank=5, positions=range(1, 4), rows=2, heads=3)
     """
-    first, stop = positions.start - segment, positions.stop - segment
-    rows = {o: max(0, -(-(stop - o) // rate)) - max(0, -(-(first - o) // rate)) for o in set(offsets)}
-    heads = sum(1 << g for g, o in enumerate(offsets) if rows[o])
-    return Holding(rank, positions, max(rows.values()), heads)
-
-
-@lru_cache(maxsize=64)
-def make_schedule(pattern: Dilated, shards: Shards, key_heads: int, *, is_causal: bool) -> DilatedSchedule:
-    """The schedule of a sequence. Every rank makes the same one."""
-    pattern.check_key_heads(key_heads)
-    held = sorted((chunk.start, chunk.stop, rank) for rank, chunks in enumerate(shards.chunks) for chunk in chunks if chunk)
-    starts = [start for start, _, _ in held]
-    segments: list[SharedSegment] = []
-    segments_of: list[list[int]] = [[] for _ in range(shards.world_size)]
-    for branch, (w, r) in enumerate(pattern.branches):
-        offsets = tuple(pattern.offset(g, key_heads, r) for g in range(key_heads))
-        # A segment with several holders has the start of a chunk inside.
-        for number in sorted({start // w for start in starts if start % w}):
-            segment = range(number * w, min((number + 1) * w, shards.length))
-            index = bisect_right(starts, segment.start) - 1
-            holdings = []
-            while index < len(held) and held[index][0] < segment.stop:
-                start, stop, rank = held[index]
-                positions = range(max(start, segment.start), min(stop, segment.stop))
-                holdings.append(_holding(rank, positions, segment.start, r, offsets))
-                index += 1
-            ranks = {holding.rank for holding in holdings}
-            if len(ranks) > 1:
-                for rank in ranks:
-                    segments_of[rank].append(len(segments))
-                sums = {
-                    heads: tuple(accumulate((x.rows if x.heads & heads else 0 for x in holdings), initial=0))
-                    for heads in {holding.heads for holding in holdings}
-                }
-                segments.append(SharedSegment(branch, tuple(holdings), sums))
-    return DilatedSchedule(pattern, shards, key_heads, is_causal, tuple(segments), tuple(map(tuple, segments_of)))
-
-
-def messages_by_round(schedules: list[DilatedSchedule], bucket_size: int) -> list[int]:
-    """For rounds 1, 2, ...: a bound on the messages of any rank, which is the same number on every rank.
-
-    The bound is exact if the holdings of a segment are equal. Two ranks that share a segment are at most as far from each
-    other as its first and last rank. Its rows therefore count in the rounds up to that distance, and in as many last ones.
-    """
-    world = schedules[0].shards.world_size
-    far: list[list[tuple[int, int]]] = [[] for _ in range(world)]  # by rank: distance and rows
-    for schedule in schedules:
-        for segment in (x for x in schedule.segments if schedule.branch in (None, x.branch)):
-            ranks = [holding.rank for holding in segment.holdings]
-            distance = max(ranks) - min(ranks)
-            for holding in segment.holdings:
-                far[holding.rank].append((distance, holding.rows))
-    most = [0] * world
-    for distances in {tuple(sorted(one)) for one in far}:  # few differ
-        reaching = [0] * (world + 1)  # rows that travel as far as t
-        for distance, rows in distances:
-            reaching[min(distance, world - 1)] += rows
-        for t in range(world - 1, 0, -1):
-            reaching[t - 1] += reaching[t]
-        for t in range(1, world):
-            most[t] = max(most[t], reaching[min(t, world - t)])
-    return [-(-rows // bucket_size) for rows in most[1:]]
+    first, (rows, more) = positions.start - segment, divmod(len(positions), rate)
+    # Every head reads ``rows`` of them, and some heads read one more.
+    heads = 0
+    for offset, bits in heads_of.items():
+        if (offset - first) % rate < more:
+            heads |= bits
+    return Holding(rank, positions, rows + (heads > 0), sum(heads_of.values()) if rows else heads)
 
 
 def default_bucket_size(shards: Shards, device: str = "cpu") -> int:
@@ -335,12 +287,35 @@ class BlockSchedule:
                 yield BlockTransfer(source, target, ranges)
 
     def receives(self, rank: int) -> Iterator[BlockTransfer]:
-        """What a rank needs from others."""
-        return (x for source in range(self.shards.world_size) for x in self.transfers(source, rank))
+        """What a rank needs from others, by source and chunk."""
+        held, found = self.shards.held, []
+        first = stop = 0  # of the chunks that hold positions read so far
+        for run in self.read[rank]:
+            first = max(stop, bisect_right(held, run.start, key=itemgetter(0)) - 1)
+            stop = max(stop, bisect_left(held, run.stop, key=itemgetter(0)))
+            found += [(source, number, range(a, b)) for a, b, source, number in held[first:stop] if source != rank]
+        for source, _, chunk in sorted(found, key=itemgetter(0, 1)):
+            yield BlockTransfer(source, rank, overlap(self.read[rank], chunk))
 
     def sends(self, rank: int) -> Iterator[BlockTransfer]:
-        """What others need from a rank."""
-        return (x for target in range(self.shards.world_size) for x in self.transfers(rank, target))
+        """What others need from a rank, by target and chunk."""
+        readers = (target for target, ranges in enumerate(self.read) if ranges)
+        return (x for target in readers for x in self.transfers(rank, target))
+
+    @property
+    def reach(self) -> int:
+        """The largest distance between ranks, one of which reads rows of the other."""
+        held, reach = self.shards.held, 0
+        for rank, ranges in enumerate(self.read):
+            for run in ranges:
+                first = bisect_right(held, run.start, key=itemgetter(0)) - 1
+                stop = bisect_left(held, run.stop, key=itemgetter(0))
+                reach = max(reach, *(abs(source - rank) for _, _, source, _ in held[first:stop]))
+        return reach
+
+    def of_rank(self, rank: int) -> Iterator[BlockTransfer]:
+        """What a rank receives and sends."""
+        return chain(self.receives(rank), self.sends(rank))
 
     def received_rows(self, rank: int) -> int:
         """The rows per key head and sample that a rank receives in a forward."""

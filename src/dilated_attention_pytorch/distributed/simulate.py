@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,15 +16,28 @@ from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.backends.targets import is_fake, without_fakes
 from dilated_attention_pytorch.call import Call, Sharding, make_call
-from dilated_attention_pytorch.distributed.cost import choose_transport, costs_of, waits
-from dilated_attention_pytorch.distributed.executor import Exchange, RankCall, forward
+from dilated_attention_pytorch.distributed.cost import (
+    choice_of,
+    choose_transport,
+    costs_of,
+    received_by_rank,
+)
+from dilated_attention_pytorch.distributed.executor import RankCall, RingAttention
 from dilated_attention_pytorch.distributed.messages import RankPlan
-from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, fused_backend, fused_step, stock_backend
+from dilated_attention_pytorch.distributed.own_rows import (
+    FusedGradients,
+    FusedStep,
+    OwnRows,
+    fused_backend,
+    fused_step,
+    stock_backend,
+)
 from dilated_attention_pytorch.distributed.ring import make_plan
+from dilated_attention_pytorch.distributed.schedules import default_bucket_size
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from dilated_attention_pytorch.distributed.wire import Parcel
 from dilated_attention_pytorch.dtypes import accumulate_dtype
-from dilated_attention_pytorch.execute.loop import Sums, positive_scale
+from dilated_attention_pytorch.execute.loop import RowGradients, Sums
 from dilated_attention_pytorch.measure import peak_extra_bytes
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -37,10 +50,11 @@ from dilated_attention_pytorch.values import Inputs, Options, Results
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The most bytes that one rank had of each kind during a forward.
+    """The bytes that one rank had of each kind during a forward, and during a backward if it was asked for.
 
-    The allocator counts them. Tensors on the meta device have none: the bytes of tensors are counted there, without the
-    memory that kernels take for themselves.
+    ``buffers + partials`` is the most that a forward had allocated at a time, and ``grad_buffers + grad_partials`` the most
+    of a backward. The allocator counts them. Tensors on the meta device have none: the bytes of tensors are counted there,
+    without the memory that kernels take for themselves.
     """
 
     rank: int
@@ -48,35 +62,70 @@ class RankMemory:
     query: int
     key_value: int
     buffers: int  # for messages, both directions
-    partials: int  # output and lse in the accumulation type, and the partial results of one kernel call
+    # Output and lse in the accumulation type and as returned, the query with the other sign if the scale is negative, and
+    # the partial results of one kernel call.
+    partials: int
     received: int  # the sum over all messages, which do not exist at the same time
+    means: int = 0  # of an adaptive pattern: the means from which the rank chooses, before it attends
+    # Of a backward, None if it was not asked for.
+    grad_buffers: int | None = None  # for keys, values and their gradients, both directions
+    # Gradients in the accumulation type, copies of rows, and the partial results of one kernel call. None as well if fused
+    # kernels, which cannot run on the meta device, would compute it.
+    grad_partials: int | None = None
+    grad_received: int | None = None  # keys and values again, and the gradients of what the rank sent
+
+
+class _Turn(AbstractContextManager[Any]):
+    """A turn of ranks that cannot fail."""
+
+    def __enter__(self) -> _Turn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is left to do."""
+
+    def completed_by(self, drain: Callable[[], None]) -> AbstractContextManager[None]:
+        """No message is under way after an error."""
+        return nullcontext()
 
 
 @dataclass(slots=True)
 class SimulatedWire:
-    """A transport within one process: what a rank receives is packed from the shards of the others."""
+    """A transport within one process: what a rank receives is packed from the shards of the others.
+
+    Gradients that would return from other ranks are zero.
+    """
 
     plans: list[RankPlan]  # by rank
     shards: list[Inputs]
     received: int = 0
     lag: int = 0
+    buffers: dict[int, int] = field(default_factory=dict)  # bytes by storage
 
-    def turn(self, direction: str) -> AbstractContextManager[Any]:
-        """There are no other processes that could fail."""
-        return nullcontext()
+    def turn(self, direction: str) -> _Turn:
+        """Count from zero."""
+        self.received = 0
+        self.buffers.clear()
+        return _Turn()
 
     def now(self) -> None:
         """Nothing runs beside the caller."""
 
     def start(self, sends: list[Parcel], receives: list[Parcel], after: Any) -> Callable[[], None]:
         """Pack as the sending rank would, into the buffers of the receiving one."""
+        for parcel in (*sends, *receives):
+            storage = parcel.rows.untyped_storage()
+            self.buffers[storage._cdata] = storage.nbytes()
         for parcel in sends:
-            assert parcel.pack is not None
-            parcel.pack()  # for its memory: the rows are not read
+            if parcel.pack is not None:
+                parcel.pack()  # for its memory: the rows are not read
         for parcel in receives:
             sent, _ = self.plans[parcel.peer].ticks[parcel.message.tick]
-            assert sent is not None
-            sent.pack_(parcel.rows, self.shards[parcel.peer])
+            if parcel.message.target == parcel.peer:  # a message of this rank, whose gradients return
+                parcel.rows.zero_()
+            else:
+                assert sent is not None
+                sent.pack_(parcel.rows, self.shards[parcel.peer])
             self.received += parcel.rows.numel() * parcel.rows.element_size()
         return lambda: None
 
@@ -93,12 +142,15 @@ def simulate_ring(
     layout: str | Shards = "contiguous",
     bucket_size: int | None = None,
     device: str | torch.device | None = None,
+    backward: bool = False,
 ) -> tuple[Tensor, Tensor, tuple[RankMemory, ...]]:
     """``attention`` of whole tensors as ``world_size`` ranks would compute it: out, lse (B, H, N) and each rank's memory.
 
     Plans, buffers, tiles and the backend are those of ``attention(..., group=Sharding(group, transport="ring"))``, but the
-    messages do not leave the process. There are no gradients. An adaptive pattern chooses its blocks from the whole
-    tensors, and the messages by which ranks choose together are not counted.
+    messages do not leave the process. An adaptive pattern chooses its blocks from the whole tensors. The means and the
+    messages by which ranks choose together are counted.
+
+    With ``backward``, a backward runs as well, for its memory and its bytes. The results have no gradients.
 
     With tensors on the meta device, or fake ones, nothing is computed, and the memory is that of the ``device`` asked for,
     as ``explain`` takes it. Tensors with values are computed on their own device.
@@ -110,6 +162,9 @@ def simulate_ring(
     True
     >>> memory[0].rows, memory[0].key_value, memory[0].buffers  # 4 buffers of 64 rows, 2 heads, 16 numbers, key and value
     (1024, 262144, 65536)
+    >>> *_, memory = simulate_ring(q, k, v, Dilated([512, 4096], [1, 4]), 4, bucket_size=64, backward=True)
+    >>> memory[0].received, memory[0].grad_received  # keys and values again, and as many gradients
+    (196608, 393216)
     >>> from dilated_attention_pytorch import BlockSparse, SparsePatternConfig
     >>> window = BlockSparse.from_config(SparsePatternConfig("local_window", 0.125, block_size=64))
     >>> out, lse, memory = simulate_ring(q, k, v, window, 4)
@@ -135,35 +190,60 @@ def simulate_ring(
         if not call.queries == call.keys == shards.length or shards.world_size != world_size:
             got = f"{call.queries} queries, {call.keys} keys, {shards.length} rows on {shards.world_size} ranks"
             raise ValueError(f"a ring of {world_size} ranks has as many queries as keys as rows of shards: got {got}")
-        results, memory = _simulated(call, request, problem, shards, inputs)
+        results, memory = _simulated(_Ranks(call, request, problem, shards), inputs, backward)
     if is_fake(query):
         return torch.empty_like(query), query.new_empty(results.lse.shape, dtype=results.lse.dtype), memory
     return *results, memory
 
 
-def _simulated(
-    call: Call, request: Request, problem: Problem, shards: Shards, inputs: Inputs
-) -> tuple[Results, tuple[RankMemory, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """The ranks that are simulated."""
+
+    call: Call
+    request: Request
+    problem: Problem
+    shards: Shards
+
+    def calls(self, own: list[Inputs]) -> Iterator[RankCall]:
+        """The call of each rank with its inputs."""
+        call, device = self.call, own[0].query.device
+        fused, ranks = fused_backend(call, self.request), range(self.shards.world_size)
+        kernel = backends.stock_kernel(stock_backend("auto", self.request), self.request)
+        make_step = _MetaStep if device.type == "meta" else FusedStep
+        # Block numbers of tensors without values are on the host if those of the device asked for would be.
+        lists_on = call.device if device.type == "meta" and call.device.type == "cpu" else device
+        plans = [make_plan(call, self.problem, self.shards, rank, lists_on) for rank in ranks]
+        for rank, plan in enumerate(plans):
+            step = fused_step(call, fused, OwnRows.of(self.problem, self.shards, rank))
+            step = None if step is None else make_step(step.rows, step.backend)
+            returned = accumulate_dtype(call.dtype)
+            yield RankCall(plan, (), SimulatedWire(plans, own), 1, kernel, Options(call.scale), returned, step)
+
+
+def _simulated(ranks: _Ranks, inputs: Inputs, backward: bool) -> tuple[Results, tuple[RankMemory, ...]]:
     """The results of all ranks, one after the other, and the memory of each."""
-    fused, kernel = fused_backend(call, request), backends.stock_kernel(stock_backend("auto", request), request)
-    positive, used_scale, _ = positive_scale(inputs.query, call.scale)
-    device, ranks = positive.device, range(shards.world_size)
-    rows = [rows_of(shards, rank, device) for rank in ranks]
-    own = [Inputs(*(x.index_select(1, at) for x in (positive, inputs.key, inputs.value))) for at in rows]
-    # Block numbers of tensors without values are on the host if those of the device asked for would be.
-    lists_on = call.device if device.type == "meta" and call.device.type == "cpu" else device
-    plans = [make_plan(call, problem, shards, rank, lists_on) for rank in ranks]
-    sums, memory, make_step = Sums.like(inputs.query), [], _MetaStep if device.type == "meta" else FusedStep
-    for rank, at in enumerate(rows):
-        wire = SimulatedWire(plans, own)
-        step = fused_step(call, fused, OwnRows.of(problem, shards, rank))
-        step = make_step(step.rows, step.backend) if step is not None else None
-        rank_call = RankCall(plans[rank], (), wire, 1, kernel, Options(used_scale), accumulate_dtype(call.dtype), step)
-        (sums.out[:, at], sums.lse_bnh[:, at]), exchange, peak = _measured(rank_call, own[rank])
-        query_bytes, key_bytes = (x.numel() * x.element_size() for x in own[rank][:2])
-        counts = query_bytes, 2 * key_bytes, exchange.bytes, peak - exchange.bytes, wire.received
-        memory.append(RankMemory(rank, len(at), *counts))
-    return sums.results(call.dtype), tuple(memory)
+    call, shards, device = ranks.call, ranks.shards, inputs.query.device
+    rows = [rows_of(shards, rank, device) for rank in range(shards.world_size)]
+    own = [Inputs(*(x.detach().index_select(1, at) for x in inputs)) for at in rows]
+    out = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
+    lse_shape = (call.batch, call.heads, shards.length)
+    lse = torch.empty(lse_shape, dtype=accumulate_dtype(call.dtype), device=device)
+    memory = []
+    for rank, rank_call in enumerate(ranks.calls(own)):
+        at, mine = rows[rank], own[rank]
+        query_bytes, key_bytes = (x.numel() * x.element_size() for x in mine[:2])
+        (out[:, at], lse[:, :, at]), counts = _measured(rank_call, mine, backward)
+        buffers, peak, received = counts[0]
+        chosen = choice_of(call, ranks.problem, shards, rank)
+        fields = query_bytes, 2 * key_bytes, buffers, peak - buffers, received + chosen.received, chosen.held
+        of_backward: tuple[int | None, ...] = ()
+        if backward:
+            buffers, peak, received = counts[1]
+            unknown = isinstance(rank_call.fused, _MetaStep)
+            of_backward = buffers, None if unknown else peak - buffers, received
+        memory.append(RankMemory(rank, len(at), *fields, *of_backward))
+    return Results(out, lse), tuple(memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,29 +257,48 @@ class _MetaStep(FusedStep):
             plan = find_launch_plan(problem, block=ITEM_ROWS, by_keys=False, head_dim=head_dim, device=device)
             torch.empty((plan.partial_rows, head_dim + 1), dtype=torch.float32, device=device)
 
+    def gradients(self, plan: RankPlan, inputs: Inputs, rows: RowGradients, grads: Inputs, scale: float) -> FusedGradients:
+        """A backward whose memory is not known."""
+        return _MetaGradients(self, plan, inputs, rows.dout, None, grads, Options(scale))
 
-def _measured(call: RankCall, inputs: Inputs) -> tuple[Sums, Exchange, int]:
-    """The forward of a rank, and the most bytes that it allocated."""
-    results: list[tuple[Sums, Exchange]] = []
 
-    def run() -> None:
-        exchange = Exchange(call, call.plan, inputs, gradients=False)
-        results.append((forward(call, call.plan, inputs, exchange), exchange))
+class _MetaGradients(FusedGradients):
+    def _run_(self, problem: Problem, inputs: Inputs, grads: Inputs) -> None:
+        """Nothing: kernels cannot run on the meta device."""
 
-    with torch.no_grad():
-        peak = peak_extra_bytes(run, inputs.query.device)
-    return *results.pop(), peak
+
+def _measured(call: RankCall, inputs: Inputs, backward: bool) -> tuple[Results, list[tuple[int, int, int]]]:
+    """The results of a rank; for its forward and backward the bytes of buffers, of all allocations, and received ones."""
+    wire, results, counts = call.wire, [], []
+    assert isinstance(wire, SimulatedWire)
+    leaves = [x.requires_grad_(backward) for x in inputs]
+
+    def attend() -> None:
+        results.append(Results(*RingAttention.apply(*leaves, call)))  # type: ignore[no-untyped-call]
+
+    def differentiate() -> Any:
+        return torch.autograd.grad(results[0].out, leaves, dout)
+
+    with torch.set_grad_enabled(backward):
+        peak = peak_extra_bytes(attend, inputs.query.device)
+        counts.append((sum(wire.buffers.values()), peak, wire.received))
+        if backward:
+            dout = torch.zeros_like(results[0].out)
+            peak = peak_extra_bytes(differentiate, inputs.query.device)
+            counts.append((sum(wire.buffers.values()), peak, wire.received))
+    return Results(*(x.detach() for x in results[0])), counts
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedTraffic:
-    """What ranks would send one another in a forward, if each had an equal share of the sequence."""
+    """What ranks would send one another, if each had an equal share of the sequence."""
 
     world_size: int
     layout: str
     transport: str  # that transport="auto" takes
     bytes: int  # to the rank that receives most
-    waits: int  # one after the other
+    backward_bytes: int  # the same for a backward: keys and values again, and the gradients of what the rank sent
+    waits: int  # of the rank that waits most: messages that it receives one after the other
     own_rows: str  # the backend of a rank's queries with its own keys
     other_rows: str  # and with those of other ranks
 
@@ -208,7 +307,8 @@ class ShardedTraffic:
         own = f"own rows  {self.own_rows}"
         if not self.bytes:
             return f"{ranks}nothing is sent\n{own}"
-        sent = f"{self.transport}, {self.bytes / 2**20:,.2f} MiB to a rank, which waits {self.waits} time(s)"
+        sent = f"{self.transport}, {self.bytes / 2**20:,.2f} MiB to a rank, which waits {self.waits} time(s); "
+        sent += f"{self.backward_bytes / 2**20:,.2f} MiB in a backward"
         return f"{ranks}{sent}\n{own}; rows of others {self.other_rows}"
 
 
@@ -226,15 +326,26 @@ def describe_sharding(
         )
     call, problem = _sharded(call, Sharding(None, layout), *tensors)
     shards = Shards.even(call.keys, world_size, layout)
-    costs = costs_of(call, make_plan(call, problem, shards, 0, torch.device("cpu")), shards)
-    transport, received = choose_transport(costs), costs.bytes
+    plan = make_plan(call, problem, shards, 0, torch.device("cpu"))
+    # In a call with an adaptive pattern, no rank knows what the others read.
+    transport = "ring" if adaptive else choose_transport(costs_of(call, plan, shards))
     if transport == "ulysses":  # each rank has whole sequences
         own = others = backends.choose(call.backend, request).name
-        received = costs.ulysses_bytes or 0
     else:
         stock = stock_backend(call.backend, request)
         own = others = fused_backend(call, request) or stock
-    return ShardedTraffic(world_size, layout, transport, received, waits(transport, costs), own, others)
+    bucket_size = default_bucket_size(shards, call.device.type)
+    ranks = received_by_rank(call, problem, shards, plan, transport, bucket_size)
+    return ShardedTraffic(
+        world_size,
+        layout,
+        transport,
+        bytes=max(rank.forward for rank in ranks),
+        backward_bytes=max(rank.backward for rank in ranks),
+        waits=max(rank.waits for rank in ranks),
+        own_rows=own,
+        other_rows=others,
+    )
 
 
 def _sharded(call: Call, sharding: Sharding, query: Tensor, key: Tensor) -> tuple[Call, Problem]:

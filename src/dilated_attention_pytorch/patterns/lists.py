@@ -129,12 +129,14 @@ class BlockLists:
         shared = self.counts.shape[1] == 1
         return self if shared else replace(self, counts=self.counts[:, heads], starts=self.starts[:, heads])
 
-    def named(self) -> Tensor:
-        """Return which key blocks are in any list: boolean (K,), on the host."""
-        _, entry = self._entries()
-        named = torch.zeros(self.key_blocks, dtype=torch.bool, device="cpu")
-        named[self.indices.cpu()[entry].long()] = True
-        return named
+    def entries(self) -> Tensor:
+        """The key blocks of all lists, one list after the other, on the host."""
+        indices, total = self.indices.cpu(), int(self.counts.sum())
+        if not total:
+            return indices[:0]
+        first, last = int(self.starts.flatten()[0]), int((self.starts + self.counts).flatten()[-1])
+        # Lists that follow one another without gaps are a view.
+        return indices[first:last] if last - first == total else indices[self._entries()[1]]
 
     def mask(self) -> Tensor:
         """Boolean (S, L, Q, K), on the device of the indices."""

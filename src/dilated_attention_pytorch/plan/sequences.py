@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -39,14 +40,25 @@ class Span:
         return range(self.length - (self.queries.stop - self.queries.start), self.length)
 
 
-def spans(batch: int, n: int, m: int, lengths: Sequence[int] | None, cu_seqlens: Sequence[int] | None) -> Iterator[Span]:
+def spans(
+    batch: int, n: int, m: int, lengths: Sequence[int] | None, cu_seqlens: Sequence[int] | None,
+    within: range | None = None,
+) -> Iterator[Span]:  # fmt: skip
     """The non-empty sequences of a batch of ``n`` query rows and ``m`` key rows.
+
+    Only those with a key row ``within`` a range, if it is given. The time then does not depend on other documents.
 
     >>> [(s.samples, s.queries) for s in spans(3, 5, 5, [4, 4, 0], None)]
     [(slice(0, 2, None), slice(0, 4, None))]
+    >>> [s.queries for s in spans(1, 9, 9, None, [0, 3, 5, 9], range(4, 5))]
+    [slice(3, 5, None)]
     """
     every = slice(0, batch)
+    if within is not None and not within:
+        return
     if cu_seqlens is not None:
+        if within is not None:
+            cu_seqlens = cu_seqlens[bisect_right(cu_seqlens, within.start) - 1 : bisect_left(cu_seqlens, within.stop) + 1]
         for start, stop in pairwise(cu_seqlens):
             if stop > start:
                 yield Span(every, slice(start, stop), slice(start, stop))
@@ -57,7 +69,7 @@ def spans(batch: int, n: int, m: int, lengths: Sequence[int] | None, cu_seqlens:
             sample = samples.stop
             # Query row a is position a + m - n, so the rows with a position below the length come first.
             rows = length - (m - n)
-            if rows > 0:
+            if rows > 0 and (within is None or within.start < length):
                 yield Span(samples, slice(0, rows), slice(0, length))
     elif batch and n:
         yield Span(every, slice(0, n), slice(0, m))

@@ -149,14 +149,15 @@ def _progressions(heads_and_offsets: list[tuple[int, int]]) -> list[tuple[range,
     return result
 
 
-def _head_runs(offsets: dict[int, int]) -> list[tuple[range, int, int]]:
-    """Few arithmetic progressions that cover all ``{key head: offset}``.
+@lru_cache(maxsize=256)  # a pattern has few different sets of heads, and each has a few hundred bytes
+def _head_runs(offsets: tuple[tuple[int, int], ...]) -> list[tuple[range, int, int]]:
+    """Few arithmetic progressions that cover all pairs of a key head and its offset.
 
     Either heads of equal offset make one run (16 heads at rate 2: 2 runs of 8). Or the first head of every offset makes
     one, the second head another, and so on (16 heads at rate 16: 1 diagonal run of 16). The shorter list is taken.
     """
     by_offset: dict[int, list[int]] = defaultdict(list)
-    for head, offset in offsets.items():
+    for head, offset in offsets:
         by_offset[offset].append(head)
     most = max(map(len, by_offset.values()))
     diagonals = [[(heads[k], o) for o, heads in sorted(by_offset.items()) if k < len(heads)] for k in range(most)]
@@ -179,7 +180,7 @@ def _branch_families(
                 zeros = pattern.zero_keys(branch, segment.start + offset, length, key_head=g, key_heads=key_heads)
             classes[*_rows(segment.queries, offset, r), *_rows(segment.keys, offset, r), zeros][g] = offset
         for (q_first, q_rows, k_first, k_rows, zeros), members in classes.items():
-            for heads, offset, offset_step in _head_runs(members):
+            for heads, offset, offset_step in _head_runs(tuple(members.items())):
                 for q_from, q_count, k_from, k_count, causal in _visible(q_first, q_rows, k_first, k_rows, is_causal):
                     yield TileFamily(
                         branch=branch, key_heads=heads, head_row_step=offset_step, row_stride=r, tile_step=w,
