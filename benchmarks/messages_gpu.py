@@ -32,7 +32,7 @@ from dilated_attention_pytorch.backends import find, stock_kernel
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.distributed import Shards
 from dilated_attention_pytorch.distributed.executor import RankCall
-from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, _received
+from dilated_attention_pytorch.distributed.own_rows import FusedStep, OwnRows, received
 from dilated_attention_pytorch.distributed.rank_plans import dilated_plan, static_block_plan
 from dilated_attention_pytorch.execute import loop
 from dilated_attention_pytorch.execute.loop import RowGradients
@@ -183,7 +183,7 @@ class MessageCase:
         size = self.message.numel(head_dim)
         self.flat = torch.randn(size, generator=generator, device=GPU, dtype=torch.bfloat16)
         self.returning = torch.zeros(size, device=GPU)
-        own = _received(self.plan, self.message.tick, self.step.sizes)
+        own = received(self.plan, self.message.tick, self.step.sizes)
         self.pairs = sum(f.pairs for problem in own for x in problem.tiles for f in x.families)
 
     def rates(self, ms: tuple[float, float]) -> list[float]:
@@ -261,7 +261,7 @@ class BlockCase(MessageCase):
         size = self.message.numel(head_dim)
         self.flat = torch.randn(size, generator=generator, device=GPU, dtype=torch.bfloat16)
         self.returning = torch.zeros(size, device=GPU)
-        own = _received(self.plan, self.message.tick, self.step.sizes)
+        own = received(self.plan, self.message.tick, self.step.sizes)
         self.pairs = heads * 128**2 * sum(int(x.lists.counts.sum()) for x in own)
 
     def one_device(self) -> tuple[float, float]:

@@ -44,7 +44,7 @@ CACHES = (
     Cache("distributed.rank_plans", "static_block_plan", "plans of a rank in block-sparse attention, at most 64 MiB"),
     Cache("distributed.own_rows", "_plans", "the plans of a rank's own rows, four entries"),
     Cache("distributed.own_rows", "_plans_of_chunks", "the same for several chunks"),
-    Cache("distributed.own_rows", "_received", "the tiles of a rank's queries with the rows of a message"),
+    Cache("distributed.own_rows", "_messages", "the tiles of a rank's queries with the rows of a message"),
     Cache("distributed.own_rows", "_across", "the tiles between different chunks of a rank"),
     Cache("distributed.own_rows", "_own_blocks", "the block lists of a rank's queries with its own keys"),
     Cache("distributed.own_rows", "_begin_with_blocks", "whether chunks begin with blocks"),

@@ -254,7 +254,7 @@ def check_mistakes(group) -> None:
     refused("are one message for a block-sparse pattern, so it has no bucket_size: got 7", whole, bucket_size=7)
     refused("exchanges heads for one dense segment only", whole, transport="ulysses")
     refused("block-sparse attention is one softmax", whole, mixing_gradient="detached")
-    refused("blocks of sharded sequences go through 'sdpa' or 'eager'", whole, backend="triton")
+    refused("backend 'hopper' cannot serve this call", whole, backend="hopper")
     refused("excludes cu_seqlens", whole, cu_seqlens=torch.tensor([0, 30, 60]))
     told = "^dropout_p must satisfy 0 <= dropout_p < 1" if rank == 2 else "rank 2 refused its arguments: dropout_p must"
     refused(told, whole, dropout_p=1.0 if rank == 2 else 0.0)

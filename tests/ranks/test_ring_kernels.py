@@ -214,7 +214,7 @@ def test_what_explain_and_the_simulation_say(monkeypatch):
     told = explain(x, x, x, several, world_size=2)
     assert "own rows  hopper; rows of others hopper" in str(told)
     assert explain(x, x, x, several, world_size=2, layout="zigzag").sharding.own_rows == "hopper"
-    assert explain(x, x, x, Dilated([96], [2]), world_size=2).sharding.own_rows == "sdpa"
+    assert explain(x, x, x, Dilated([96], [2]), world_size=2).sharding.own_rows == "hopper"
     exchanged = explain(x, x, x, Dilated([96], [1]), world_size=2, backend="eager").sharding
     assert exchanged.own_rows == "eager"
     out, _, _ = simulate_ring(x, x, x, several, 3)
@@ -236,11 +236,11 @@ def share_a_gpu(group) -> None:
         for method in ("attend_message_", "gradients"):
             plain = getattr(FusedStep, method)
 
-            def run(self, *a, plain=plain):
+            def counted(self, *a, plain=plain):
                 launched.append(self.backend)
                 return plain(self, *a)
 
-            patch.setattr(FusedStep, method, run)
+            patch.setattr(FusedStep, method, counted)
         for causal in (False, True):
             exact = run(*whole.double(), backend="reference", is_causal=causal)
             measure = run(*whole, backend="sdpa", is_causal=causal)

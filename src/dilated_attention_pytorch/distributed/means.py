@@ -12,11 +12,11 @@ Ranks that hold no rows of a sequence take no part in it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dilated_attention_pytorch.distributed.schedules import blocks_of
+from dilated_attention_pytorch.distributed.traffic import held_spans
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.sequences import Span
 from dilated_attention_pytorch.shards import Shards
@@ -83,19 +83,11 @@ class HeldSequence:
 
 def held_sequences(problem: Problem, shards: Shards, rank: int) -> tuple[HeldSequence, ...]:
     """The sequences of which a rank holds rows."""
-    size, own = problem.blocks.block_size, [chunk for chunk in shards.chunks[rank] if chunk]
-    every = [(p, chunk) for p, chunks in enumerate(shards.chunks) for chunk in chunks if chunk]
-    every.sort(key=lambda x: x[1].start)
     found = []
-    for span in problem.spans():
-        first, stop = span.keys.start, span.keys.stop
-        if any(chunk.start < stop and first < chunk.stop for chunk in own):
-            begin, end = (bisect_left(every, x, key=lambda held: held[1].start) for x in (first + 1, stop))
-            chunks = (
-                (p, range(max(chunk.start, first) - first, min(chunk.stop, stop) - first))
-                for p, chunk in every[begin - 1 : end]
-            )
-            found.append(HeldSequence(span, size, problem.is_causal, tuple(chunks)))
+    for span in held_spans(problem, shards, rank):
+        within = shards.within(range(span.keys.start, span.keys.stop))
+        chunks = tuple((p, range(start, stop)) for start, stop, p, _ in within.held)
+        found.append(HeldSequence(span, problem.blocks.block_size, problem.is_causal, chunks))
     return tuple(found)
 
 

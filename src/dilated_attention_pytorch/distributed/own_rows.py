@@ -176,9 +176,21 @@ def _plans(problem: OwnRows) -> tuple[tuple[Span, Plan], ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=1024)
-def _received(plan: RankPlan, tick: int, own: Problem) -> tuple[Problem, ...]:
+@lru_cache(maxsize=4)  # as above: a cache must not keep many plans
+def _messages(plan: RankPlan, own: Problem) -> dict[int, tuple[Problem, ...]]:
+    """The tiles of messages by tick, as far as ``received`` has made them."""
+    return {}
+
+
+def received(plan: RankPlan, tick: int, own: Problem) -> tuple[Problem, ...]:
     """The tiles of a rank's queries with the rows of the message of a tick."""
+    made = _messages(plan, own)
+    if tick not in made:
+        made[tick] = _make_received(plan, tick, own)
+    return made[tick]
+
+
+def _make_received(plan: RankPlan, tick: int, own: Problem) -> tuple[Problem, ...]:
     _, message = plan.ticks[tick]
     assert message is not None
     tiles: list[RunningTiles] = []
@@ -198,7 +210,7 @@ def _received(plan: RankPlan, tick: int, own: Problem) -> tuple[Problem, ...]:
     return (RunningProblem.of(own, tiles, keys=0),) if tiles else tuple(blocks)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4)
 def _across(plan: RankPlan, own: Problem) -> tuple[Problem, ...]:
     """The tiles between different chunks of a rank, if it has several: those of the zigzag layout."""
     tiles: list[RunningTiles] = []
@@ -210,7 +222,7 @@ def _across(plan: RankPlan, own: Problem) -> tuple[Problem, ...]:
     return (RunningProblem.of(own, tiles, keys=own.keys),) if tiles else ()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4)
 def _own_blocks(plan: RankPlan, own: Problem) -> tuple[Problem, ...]:
     """The block lists of a rank's queries with its own keys. Those that share rows with others are added to these."""
     steps = [step for step in plan.own if isinstance(step, BlockStep)]
@@ -252,7 +264,7 @@ class FusedStep:
         self, plan: RankPlan, message: Message, flat: Tensor, inputs: Inputs, sums: Sums, scale: float
     ) -> None:
         """Merge the results of a message into ``sums``."""
-        for problem in _received(plan, message.tick, self.sizes):
+        for problem in received(plan, message.tick, self.sizes):
             self.run_(problem, received_inputs(inputs, flat), sums, scale)
 
     def run_(self, problem: Problem, inputs: Inputs, sums: Sums, scale: float) -> None:
@@ -304,7 +316,7 @@ class FusedGradients:
 
     def add_message_(self, message: Message, arrived: Tensor, returning: Tensor) -> None:
         """Add the gradients of a message's tiles to those of the queries, and to ``returning``."""
-        for problem in _received(self.plan, message.tick, self.step.sizes):
+        for problem in received(self.plan, message.tick, self.step.sizes):
             self._run_(problem, received_inputs(self.inputs, arrived), received_inputs(self.grads, returning))
 
     def _run_(self, problem: Problem, inputs: Inputs, grads: Inputs) -> None:
