@@ -24,7 +24,7 @@ def ring_check():
     return module
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2])
 def test_report(world):
     pytest.importorskip("typer")  # ring.py imports the command line's package
     command = [

@@ -65,6 +65,12 @@ def check(group, case, layout) -> None:
         torch.testing.assert_close(a.double(), part, rtol=2e-5, atol=5e-6, msg=lambda m, name=name: f"{case} {name}: {m}")
 
 
+def both_layouts(cases: list) -> list:
+    """The cases in turn in one of the two layouts. The interpreter takes seconds for each."""
+    layouts = ["contiguous", "zigzag"] * len(cases)
+    return [pytest.param(case, x, id=f"{case[1]}-{case[5]}-{x}") for case, x in zip(cases, layouts, strict=False)]
+
+
 MASK = torch.rand(8, 8, generator=torch.Generator().manual_seed(3)) < 0.4
 WINDOW = BlockSparse.from_config(SparsePatternConfig("local_window", 0.4, block_size=16))
 # Chunks that begin with a block and chunks that do not, of three ranks.
@@ -77,8 +83,7 @@ BLOCK_CASES = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda case: f"{case[1]}-{case[5]}")
+@pytest.mark.parametrize(("case", "layout"), both_layouts(BLOCK_CASES))
 def test_blocks_are_those_of_one_device(on_ranks, case, layout):
     on_ranks(3, check, case, layout)
 
@@ -98,8 +103,7 @@ def on_a_hopper_gpu(patch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]}-{case[5]}")
+@pytest.mark.parametrize(("case", "layout"), both_layouts(CASES))
 def test_rows_are_those_of_one_device(on_ranks, case, layout):
     on_ranks(3, check, case, layout)
 
@@ -114,7 +118,7 @@ def test_refusals(on_ranks):
     on_ranks(3, check_refusals)
 
 
-def check_auto(group, pattern, layout, fused: bool) -> None:
+def check_auto(group, pattern, layout) -> None:
     rank, whole = dist.get_rank(), torch.randn(3, 1, 96, 2, 16, generator=torch.Generator().manual_seed(1))
     shards = layout if isinstance(layout, Shards) else Shards.even(96, 3, layout)
     own = torch.cat([torch.arange(x.start, x.stop) for x in shards.chunks[rank]])
@@ -126,27 +130,27 @@ def check_auto(group, pattern, layout, fused: bool) -> None:
         torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=5e-6)
         out.sum().backward()
     # Own rows, two messages, and the tiles between the two chunks of zigzag shards.
-    steps = 0 if not fused else 3 if layout != "zigzag" else 4
+    steps = 3 if layout != "zigzag" else 4
     assert launched == ["forward"] * steps + ["gradients"] * steps
 
 
 @pytest.mark.parametrize(
-    ("pattern", "layout", "fused"),
+    ("pattern", "layout"),
     [
-        (Dilated([16, 96], [1, 2]), "contiguous", True),
-        (Dilated([16, 96], [1, 2]), Shards.of([32] * 3, "contiguous"), True),
-        (Dilated([96], [2]), "contiguous", False),
-        (Dilated([16, 96], [1, 2]), "zigzag", True),
+        (Dilated([16, 96], [1, 2]), "contiguous"),
+        (Dilated([16, 96], [1, 2]), Shards.of([32] * 3, "contiguous")),
+        (Dilated([96], [2]), "contiguous"),
+        (Dilated([16, 96], [1, 2]), "zigzag"),
     ],
     ids=["contiguous", "lengths", "one branch", "zigzag"],
 )
-def test_auto(on_ranks, pattern, layout, fused):
-    """Several branches: own rows and those of messages go through the kernels; one branch: none do."""
-    on_ranks(3, check_auto, pattern, layout, fused)
+def test_auto(on_ranks, pattern, layout):
+    """Own rows and those of messages go through the kernels."""
+    on_ranks(3, check_auto, pattern, layout)
 
 
 def test_what_auto_takes_for_own_rows():
-    """On a Hopper GPU its kernels, for several branches, wherever they can; without one, and if asked for others, none."""
+    """On a Hopper GPU its kernels, wherever they can; without one, and if asked for others, none."""
     request = Request("cuda", (9, 0), torch.bfloat16, 64, 0.0)
     several, one = Dilated([16, 64], [1, 4]), Dilated([64], [4])
     blocks = BlockSparse.custom(torch.ones(2, 2, dtype=torch.bool), block_size=128)
@@ -158,7 +162,7 @@ def test_what_auto_takes_for_own_rows():
 
     assert taken() == "hopper"
     assert taken(layout=Shards.of([3, 0, 5], "contiguous")) == "hopper"
-    assert taken(pattern=one) is None
+    assert taken(pattern=one) == "hopper"
     assert taken(pattern=blocks) == "hopper"
     by_head = BlockSparse.custom(torch.ones(2, 2, 2, dtype=torch.bool), block_size=128)
     adaptive = BlockSparse.from_config(SparsePatternConfig("adaptive", 0.5, block_size=128))
@@ -174,8 +178,6 @@ def test_what_auto_takes_for_own_rows():
         {"head_dim": 256}, {"head_dim": 20}, {"dropout_p": 0.1}, {"masks_by_position": True},
     ):  # fmt: skip
         assert taken(replace(request, **other)) is None
-    # Asked for by name, one branch as well; the others are asked for tiles.
-    assert taken(pattern=one, backend="hopper") == "hopper"
     assert {taken(backend=name) for name in ("sdpa", "eager")} == {None}
     with pytest.raises(ValueError, match=r"cannot serve this call:\n.*got torch.float32\n  detached mixing"):
         taken(replace(request, dtype=torch.float32), mixing_gradient="detached", backend="hopper")

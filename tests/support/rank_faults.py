@@ -8,7 +8,7 @@ import time
 from ranks import LIMIT_S
 
 WORLD = 3
-TIMEOUT_S = 4  # of a group in which a rank stalls
+TIMEOUT_S = 2  # of a group in which a rank stalls
 LONG_S = 2 * LIMIT_S  # of a group in which a rank dies: noticed by this timeout, it is noticed too late
 
 
