@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from hashlib import sha256
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -72,6 +73,19 @@ class Shards:
             self._known[name] = compute()
         value: _Value = self._known[name]
         return value
+
+    @property
+    def identity(self) -> str:
+        """The same text for equal shards in every process: all chunks of a few ranks, else a hash of them."""
+
+        def compute() -> str:
+            whole = repr(self)
+            few = len(self.chunks) <= 8
+            return (
+                whole if few else f"{self.world_size} ranks, {self.length} positions, {sha256(whole.encode()).hexdigest()}"
+            )
+
+        return self._once("identity", compute)
 
     @staticmethod
     def of(lengths: Sequence[int], layout: str) -> Shards:

@@ -327,3 +327,14 @@ def test_plans_are_bounded_in_bytes(monkeypatch):
     assert dilated_plan.bytes == first.bytes
     dilated_plan.cache_clear()
     assert dilated_plan.bytes == 0
+
+
+def test_the_identity_of_shards():
+    """Ranks compare it: it is short for thousands of ranks, the same for equal shards, and differs for others."""
+    many = Shards.of([32] * 4096, "zigzag")
+    assert len(many.identity) < 120
+    assert many.identity == Shards(many.chunks).identity
+    assert (
+        len({x.identity for x in (many, Shards.of([32] * 4096, "contiguous"), Shards.of([31, 33] * 2048, "zigzag"))}) == 3
+    )
+    assert Shards.of([1, 2], "contiguous").identity == "Shards(chunks=((range(0, 1),), (range(1, 3),)))"

@@ -69,6 +69,8 @@ def comparable(value: Any) -> Any:
         return value.digest
     if isinstance(value, Dilated):
         return value.spec
+    if isinstance(value, Shards):
+        return value.identity
     if isinstance(value, Order):
         # The identity by its name: it is computed without positions, and an order equal to it is not.
         return repr(value) if isinstance(value, Identity) else value.fingerprint
