@@ -30,9 +30,9 @@ DILATED = [(2, 64), (2, 256), (4, 16), (4, 128)]
 BLOCKS = [(2, 128), (4, 64), (4, 256)]
 
 
-def on_request(rows: list[tuple[int, int]], slow: int) -> list:
-    """The rows; those of head sizes from ``slow`` on are compiled by ``make test-machine-code`` only."""
-    return [pytest.param(*row, marks=[pytest.mark.machine_code] if row[1] >= slow else []) for row in rows]
+def on_request(rows: list[tuple[int, int]], always: list[tuple[int, int]]) -> list:
+    """The rows; those that are not ``always`` compiled are left to ``make test-machine-code``, for the time they take."""
+    return [pytest.param(*row, marks=[] if row in always else [pytest.mark.machine_code]) for row in rows]
 
 
 def portable(kernel: str, size: int, head_dim: int, config) -> list:
@@ -49,7 +49,7 @@ def test_every_row_is_compiled():
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("size", "head_dim"), on_request(DILATED, 256))
+@pytest.mark.parametrize(("size", "head_dim"), on_request(DILATED, [(2, 64), (4, 16)]))
 def test_portable_kernels(kernel, size, head_dim):
     config = getattr(_HOPPER[size, max(64, head_dim)], kernel)
     (used,) = compiled([portable(kernel, size, head_dim, config)])
@@ -59,7 +59,7 @@ def test_portable_kernels(kernel, size, head_dim):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("size", "head_dim"), on_request(BLOCKS, 256))
+@pytest.mark.parametrize(("size", "head_dim"), on_request(BLOCKS, [(2, 128)]))
 def test_portable_kernels_over_block_lists(kernel, size, head_dim):
     config = getattr(_HOPPER_BLOCKS[size, head_dim], kernel)
     (used,) = compiled([[f"block {kernel}", size, head_dim, 128]])
@@ -71,7 +71,7 @@ OTHER_KERNELS = [*(pytest.param(kernel, marks=pytest.mark.machine_code) for kern
 
 
 @pytest.mark.parametrize("kernel", OTHER_KERNELS)
-@pytest.mark.parametrize(("size", "head_dim"), on_request([row for row in DILATED if row[1] >= 64], 128))
+@pytest.mark.parametrize(("size", "head_dim"), on_request([row for row in DILATED if row[1] >= 64], [(2, 64)]))
 def test_portable_kernels_of_other_gpus(kernel, size, head_dim):
     """Compiled for Ampere, whose tensor cores Ada's are too."""
     config = getattr(_OTHER[size, head_dim], kernel)
@@ -80,7 +80,7 @@ def test_portable_kernels_of_other_gpus(kernel, size, head_dim):
 
 
 @pytest.mark.parametrize("kernel", OTHER_KERNELS)
-@pytest.mark.parametrize(("size", "head_dim"), on_request(BLOCKS, 128))
+@pytest.mark.parametrize(("size", "head_dim"), on_request(BLOCKS, []))
 def test_portable_kernels_of_other_gpus_over_block_lists(kernel, size, head_dim):
     config = getattr(_OTHER[size, head_dim], kernel)
     (used,) = compiled([[f"block {kernel}", size, head_dim, 128]], 86)
