@@ -175,7 +175,7 @@ def test_turns_do_not_depend_on_who_takes_them(is_causal, install, monkeypatch):
         assert all(map(torch.equal, found[0], others))
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_problem(data, install):
     """Rates that divide one another or do not, segments of any length, few queries, several samples and heads."""

@@ -21,7 +21,7 @@ from fuzz_cases import draw, one_device, run_together
 from nccl_rules import nccl_rules
 from ring_cases import NAMES
 
-CASES, SEED = int(os.environ.get("FUZZ_CASES", "6")), int(os.environ.get("FUZZ_SEED", "0"))
+CASES, SEED = int(os.environ.get("FUZZ_CASES", "4")), int(os.environ.get("FUZZ_SEED", "0"))
 TOGETHER = 2  # in one backward
 AT_ONCE = 20  # in one group, whose calls have a time limit
 WORLDS = (2, 3, 4, 5, 7, 8)
