@@ -21,7 +21,8 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, local_device, shard_sequence
 from dilated_attention_pytorch.distributed.agreement import Arguments, differences
-from dilated_attention_pytorch.distributed.watch import GroupError, Watch, watch_of
+from dilated_attention_pytorch.distributed.failures import GroupError
+from dilated_attention_pytorch.distributed.watch import Watch, watch_of
 from dilated_attention_pytorch.distributed.wire import Wire
 from rank_faults import LONG_S, TIMEOUT_S, WORLD, die, stall
 from ring_cases import sharded
@@ -217,7 +218,7 @@ def check_stalled_gathering(group, backward: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Watch, "begin", late)
         task = "add up the gradients of all" if backward else "gather the rows of the others"
-        blamed = "rank 2 did not come within the timeout of the group"  # rank 2 also learns that the others gave up
+        blamed = "rank 2 did not take part within the timeout of the group"  # rank 2 also learns that the others gave up
         with pytest.raises(GroupError, match=rf"^rank {rank} could not {task}: {blamed}.*the call can be repeated"):
             gather_sequence(x, dist.group.WORLD).sum().backward()
 
@@ -233,7 +234,7 @@ def check_never_there(group, act) -> None:
     rank, local = dist.get_rank(), [shard_sequence(x, group) for x in whole()]
     if rank == 2:
         act()
-    others = "" if rank == 2 else "rank 2 did not come"
+    others = "" if rank == 2 else "rank 2 did not take part"
     with pytest.raises(GroupError, match=rf"^rank {rank} could not compare its arguments with the others: {others}"):
         attention(*local, PATTERN, group=group)
 
@@ -270,7 +271,7 @@ def check_failure(group, act, message: str) -> None:
         with pytest.raises(GroupError, match=message) as raised:
             attention(*local, PATTERN, group=Sharding(group, bucket_size=1, transport="ring"))
         if dist.get_rank() != 2:
-            assert re.search(r": rank 2 (did not come|has ended)", str(raised.value)), raised.value
+            assert re.search(r": rank 2 (did not take part|has ended)", str(raised.value)), raised.value
         assert raised.value.__cause__ is not None
         assert "the call can be repeated" in str(raised.value)
     dist.destroy_process_group()  # as the error asks; a rank that waits for this one notices it

@@ -5,9 +5,12 @@ Every case here gave wrong results, or a wait for the timeout of the group, when
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from dilated_attention_pytorch import Dilated, Sharding, attention
 from dilated_attention_pytorch.distributed import GroupError, Shards, gather_sequence, shard_sequence
 from dilated_attention_pytorch.distributed import executor as executor_module
+from dilated_attention_pytorch.distributed.watch import watch_of
 from dilated_attention_pytorch.distributed.wire import Wire
 from rank_faults import LONG_S, die
 
@@ -261,7 +265,7 @@ def check_death(group, backward: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
             patch.setattr(Wire, "start", start)
-        with Soon(), pytest.raises(GroupError, match=f": rank {last} (has ended|did not come, and does not answer)"):
+        with Soon(), pytest.raises(GroupError, match=f": rank {last} (has ended|did not take part and did not answer)"):
             run()
     dist.destroy_process_group()
 
@@ -284,10 +288,83 @@ def check_stopped(group) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         return
     start = time.monotonic()
-    with pytest.raises(GroupError, match=f": rank {last} did not come, and does not answer: it has ended or was stopped"):
+    with pytest.raises(
+        GroupError, match=f": rank {last} did not take part and did not answer, so it has ended or was stopped"
+    ):
         attention(*local, PATTERN, group=group)
     assert time.monotonic() - start < 4 + 1.5
 
 
 def test_a_stopped_rank(own_ranks):
     own_ranks.run(WORLD, check_stopped, timeout_s=4)
+
+
+def check_death_after_a_long_wait(group) -> None:
+    """Answers to questions of an earlier wait do not show that a rank is there."""
+    rank, local = dist.get_rank(group), [x.detach() for x in rows(group)]
+    if rank == 1:
+        time.sleep(2.5)  # the others ask what it does
+    attention(*local, PATTERN, group=group)
+    if rank == 2:
+        die()
+    with Soon(), pytest.raises(GroupError, match=": rank 2 did not take part and did not answer"):
+        attention(*local, PATTERN, group=group)
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_dies_after_a_long_wait(own_ranks):
+    own_ranks.run(WORLD, check_death_after_a_long_wait, leaving=[2], timeout_s=LONG_S)
+
+
+def hold_the_store(rank: int, port: int, results: list, act: str) -> None:
+    """A rank of a group whose store is in the process of rank 0, which dies, or ends before the others are done."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=LONG_S)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4, timeout=timeout
+    )  # fmt: skip
+    group, local = dist.group.WORLD, [x.detach() for x in rows(dist.group.WORLD)]
+    attention(*local, Dilated([7], [1]), group=group)
+    if rank == 0 and act == "die":
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        if act == "die":
+            attention(*local, Dilated([7], [1]), group=group)
+            results.append((rank, "no error", 0.0))
+        else:  # rank 1 is slow, and rank 0 has ended with nothing left to do
+            if rank == 0:
+                os._exit(0)
+            watch = watch_of(group)
+            with watch.turn("a transfer"), watch.waiting("send or receive", 3 - rank):
+                if rank == 1:
+                    time.sleep(3.0)
+                    dist.send(torch.ones(1), 2)
+                elif rank == 2:
+                    dist.recv(torch.zeros(1), 1)
+            results.append((rank, "right", 0.0))
+    except GroupError as error:
+        results.append((rank, str(error), time.monotonic() - start))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("act", ["die", "end"])
+def test_the_process_that_holds_the_store(act):
+    """If it dies, all others raise soon. If it has only ended early, a call that does not need it is not disturbed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        results = manager.list()
+        processes = [context.Process(target=hold_the_store, args=(rank, port, results, act)) for rank in range(4)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        found = sorted(results)
+    assert [rank for rank, _, _ in found] == [1, 2, 3]
+    if act == "end":
+        assert {text for _, text, _ in found} == {"right"}
+    else:
+        assert all("could not" in text and seconds < SOON_S for _, text, seconds in found), found

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from block_cases import config
 from dilated_attention_pytorch import BlockSparse, Dilated, Sharding, attention
 from dilated_attention_pytorch.distributed import Shards, gather_sequence
-from dilated_attention_pytorch.distributed.watch import GroupError
+from dilated_attention_pytorch.distributed.failures import GroupError
 from nccl_rules import RuleError, nccl_rules
 from rank_faults import LONG_S, die
 

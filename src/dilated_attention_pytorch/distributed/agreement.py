@@ -20,8 +20,9 @@ from torch import Tensor
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch.call import Call, Sharding
+from dilated_attention_pytorch.distributed.failures import GroupError, named, refusal
 from dilated_attention_pytorch.distributed.groups import backend_for, resolve_group
-from dilated_attention_pytorch.distributed.watch import GroupError, named, refusal, watch_of
+from dilated_attention_pytorch.distributed.watch import watch_of
 from dilated_attention_pytorch.orders.kinds import Identity
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse

@@ -57,7 +57,7 @@ def whole_problem(call: Call, length: int) -> Problem:
 
 
 def stock_backend(backend: str, request: Request) -> str:
-    """The backend of stock kernels that computes tiles, always those with keys of other ranks."""
+    """The backend of stock kernels, which computes the tiles that fused kernels do not compute."""
     if backend == "reference":
         raise ValueError("backend 'reference' needs whole sequences: leave out group, or use 'auto'")
     reasons = backends.find("sdpa").why_not(request)
@@ -150,7 +150,7 @@ class OwnRows(Problem):
         return _plans(self) if len(chunks) == 1 else _plans_of_chunks(self)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4)
 def _plans_of_chunks(problem: OwnRows) -> tuple[tuple[Span, Plan], ...]:
     found, first = [], 0
     for chunk in problem.shards.chunks[problem.rank]:

@@ -32,22 +32,14 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 
+from dilated_attention_pytorch.distributed.failures import ORDER, WAY_OUT, GroupError, named, refusal
 from dilated_attention_pytorch.distributed.groups import TOO_FEW_GPUS, backend_for
 
-PERIOD_S = 0.25  # of a look into the store; also how long a rank waits before it looks
-RANKS_PER_S = 2048  # that look into one store: the period grows with the group
+PERIOD_S = 0.25  # between two looks into the store; a rank that waits less does not look
+RANKS_PER_S = 2048  # looks into one store; the period grows with the number of ranks
 TURNS_KEPT = 32
-WAY_OUT = (
-    "No result was returned; once all ranks have called destroy_process_group() and init_process_group() again, the call "
-    "can be repeated"
-)
-ORDER = "all ranks of a group must make the same calls, and run their backwards, in the same order"
-_INTERRUPT_TAG = 2**30 - 2**10  # of messages that nobody sends
+_INTERRUPT_TAG = 2**30 - 2**10  # the tag of messages that nobody sends
 _SHORTEST = timedelta(milliseconds=1)
-
-
-class GroupError(RuntimeError):
-    """A rank of the group has failed, or ranks have made different calls. The group cannot be used any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +85,17 @@ class Watch:
         self._number = 0  # of the last turn
         self._wait: Wait | None = None
         self._found: str | None = None  # the failure for which this rank's wait was ended
+        self._lost = ""  # why the store cannot be read any more
         self._period_s = max(PERIOD_S, self.world / RANKS_PER_S)
         self._answered, self._posted_turn, self._next_peer = 0, 0, 0
         self._asked: deque[tuple[float, int]] = deque(maxlen=64)  # when this rank asked, and the number of the question
-        self._reports: SimpleQueue[_Report] = SimpleQueue()
+        self._reports: SimpleQueue[_Report | None] = SimpleQueue()
         self._thread: Thread | None = None
 
-    # The thread of the calls.
+    # Methods that the threads of the calls use.
 
     def turn(self, label: str, hash_: int = 0, texts: Callable[[], dict[str, str]] = dict) -> TurnContext:
-        """A context for the next turn. An exception inside is reported to the other ranks, which do not wait then."""
+        """A context for the next turn. An exception inside is reported to the ranks that wait for this one."""
         return TurnContext(self, partial(self.begin, label, hash_, texts))
 
     def begin(self, label: str, hash_: int = 0, texts: Callable[[], dict[str, str]] = dict) -> Turn:
@@ -115,12 +108,12 @@ class Watch:
         if self._thread is None and self.world > 1:
             self._thread = Thread(target=_watch, args=(ref(self),), daemon=True, name="dilated_attention watch")
             self._thread.start()
-            _threads.add(self._thread)
+            _with_threads.add(self)
         return turn
 
     @contextlib.contextmanager
     def waiting(self, task: str, *peers: int) -> Iterator[None]:
-        """Name the task in an error of PyTorch's communication, and the rank that has failed: one of the peers, or any."""
+        """Name the task and the rank that has failed in an error of PyTorch's communication. No peers means all ranks."""
         self._wait = Wait(task, peers, time.monotonic())
         try:
             yield
@@ -151,9 +144,12 @@ class Watch:
             return GroupError(f"two ranks share a GPU. {TOO_FEW_GPUS} ({what})")
         is_closed = any(text in str(error) for text in ("Connection closed", "Connection reset", "Broken pipe"))
         found = self._found or self._publish("failure", lambda: self._cause(wait, is_closed))
-        self.broken = found or f"{what}: {error}. A rank may have died or stalled longer than the group's timeout"
-        reason = self.broken.removeprefix(f"{what}: ")
-        return GroupError(f"{what}: {reason}. {WAY_OUT}")
+        if found is None:
+            lost = self._lost or "the store of the group does not answer"
+            found = f"{error}. A rank has ended, or was stopped longer than the group's timeout; {lost}"
+            self._interrupt(found)  # closes the connections, so that the ranks that wait for this one notice
+        self.broken = found
+        return GroupError(f"{what}: {found}. {WAY_OUT}")
 
     def _publish(self, key: str, find: Callable[[], str]) -> str | None:
         """Let the thread write a failure, and return the first one of the group; None if the store does not answer."""
@@ -164,7 +160,7 @@ class Watch:
         report.done.wait(4 * self._period_s + 1.0)
         return report.text
 
-    # The thread of the watch. A store that does not answer blocks this thread alone.
+    # Methods that the thread of the watch uses. A store that does not answer blocks no other thread.
 
     def look(self) -> None:
         """Look into the store once: for failures while this rank waits, otherwise for questions."""
@@ -188,14 +184,18 @@ class Watch:
         else:
             report.text = self._known_failure() or self._first("failure", report.find())
 
-    def lose_store(self, error: RuntimeError) -> None:
-        """The process that holds the store has ended: this rank cannot learn more."""
-        if self._wait is not None and self._found is None:
-            lines = str(error).splitlines() or [""]
-            self._interrupt(f"the process that holds the store of the group, usually rank 0, has ended ({lines[0]})")
+    def lose_store(self) -> None:
+        """Remember that the store is gone. Waits go on: its process may have ended after its last call."""
+        self._lost = "the process that holds the store of the group, usually rank 0, has ended"
+
+    def end(self) -> None:
+        """End the thread."""
+        self._reports.put(None)
+        if self._thread is not None:
+            self._thread.join(1.0)
 
     def next_report(self) -> _Report | None:
-        """A failure of this rank, or None after a period."""
+        """A failure of this rank; None after a period, or at the end of the process."""
         with contextlib.suppress(Empty):
             return self._reports.get(timeout=self._period_s)
         return None
@@ -210,10 +210,12 @@ class Watch:
         """The first text that any rank has written."""
         return str(self._store.compare_set(key, "", text).decode())
 
-    def _ask(self) -> None:
-        number = self._store.add("asked", 1)
+    def _ask(self) -> int:
+        """Ask all ranks what they do. They answer within a period."""
+        number = int(self._store.add("asked", 1))
         self._asked.append((time.monotonic(), number))
         self._answer(number)
+        return number
 
     def _answer(self, question: int) -> None:
         """Write what this rank does, if a rank has asked since the last time."""
@@ -222,7 +224,7 @@ class Watch:
         turns, wait = list(self._turns), self._wait
         if turns and turns[-1].number != self._posted_turn:
             # Values of arguments are long, and differences are seen early.
-            known = [[x.number, x.label, x.hash, x.texts() if x in turns[-4:] else {}] for x in turns]
+            known = [[x.number, x.label, x.hash, x.texts() if x.number > self._number - 4 else {}] for x in turns]
             self._store.set(f"turns of rank {self.rank}", json.dumps(known))
             self._posted_turn = turns[-1].number
         waits_for = wait.peers[0] if wait is not None and len(wait.peers) == 1 else None
@@ -235,7 +237,7 @@ class Watch:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _difference(self, wait: Wait) -> str | None:
-        """How a rank for which this rank waits differs in the same turn."""
+        """A sentence about a rank that does something else in the same turn; None if no such rank is known."""
         peers = wait.peers
         if not peers:  # all of a small group, a few of a large one at each look
             peers = tuple((self._next_peer + i) % self.world for i in range(min(self.world, 16)))
@@ -261,20 +263,19 @@ class Watch:
         """Which rank failed, as far as the others answer: one that has died or was stopped does not."""
         if len(wait.peers) == 1 and is_closed:
             return f"rank {wait.peers[0]} has ended or left the group"
-        if len(self._asked) < 3:  # the wait was too short for answers
-            for _ in range(3):
-                self._ask()
-                time.sleep(self._period_s)
-        question = self._asked[-3][1]
+        questions = [number for asked_s, number in self._asked if asked_s >= wait.since_s]
+        while len(questions) < 3:  # the wait was too short for answers
+            questions.append(self._ask())
+            time.sleep(self._period_s)
         states = {rank: self._read("state", rank) for rank in self._suspects(wait)}
-        silent = [rank for rank, state in states.items() if state is None or state[0] < question]
+        silent = [rank for rank, state in states.items() if state is None or state[0] < questions[-3]]
         if silent:
-            return f"{named(silent)} did not come, and does not answer: it has ended or was stopped"
+            return f"{named(silent)} did not take part and did not answer, so it has ended or was stopped"
         if is_closed:
             return f"one of {named(list(states))} has left the group"
         late = [rank for rank, (_, turn, is_there, _) in states.items() if turn < self._number or not is_there]
         if late:
-            return f"{named(late)} did not come within the timeout of the group"
+            return f"{named(late)} did not take part within the timeout of the group"
         return f"nothing arrived from {named(list(states))} within the timeout of the group"
 
     def _suspects(self, wait: Wait) -> list[int]:
@@ -291,7 +292,7 @@ class Watch:
         return chain[-1:]
 
     def _interrupt(self, found: str) -> None:
-        """End the wait of the other thread. Gloo ends all of them when one times out, here that of a message never sent."""
+        """End the waits of this process: gloo closes all connections when the wait for a message times out."""
         self._found = found
         group = self._group()
         if group is None or backend_for("cpu", group) != "gloo":
@@ -338,16 +339,18 @@ class TurnContext:
 
 
 def _watch(watch_ref: ref[Watch]) -> None:
-    """The thread of a watch. It ends with the group, or when the process that holds the store ends."""
-    while not _ending.is_set() and (watch := watch_ref()) is not None:
+    """The thread of a watch. It ends with the group, with the process, or when the process that holds the store ends."""
+    while (watch := watch_ref()) is not None:
         report = watch.next_report()
+        if _ending.is_set() or not dist.is_initialized():
+            return
         try:
             if report is not None:
                 watch.write(report)
             else:
                 watch.look()
-        except RuntimeError as error:  # as PyTorch reports a store that is gone
-            watch.lose_store(error)
+        except RuntimeError:  # as PyTorch reports a store that is gone
+            watch.lose_store()
             return
         finally:
             if report is not None:
@@ -356,7 +359,7 @@ def _watch(watch_ref: ref[Watch]) -> None:
 
 
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
-_threads: WeakSet[Thread] = WeakSet()
+_with_threads: WeakSet[Watch] = WeakSet()
 _ending = Event()
 
 
@@ -364,8 +367,8 @@ _ending = Event()
 def _end_threads() -> None:
     """End the threads before the interpreter ends: it would abort the process if one of them returned from the store."""
     _ending.set()
-    for thread in list(_threads):
-        thread.join(4 * PERIOD_S)
+    for watch in list(_with_threads):
+        watch.end()
 
 
 def watch_of(group: dist.ProcessGroup) -> Watch:
@@ -373,25 +376,3 @@ def watch_of(group: dist.ProcessGroup) -> Watch:
     if group not in _watches:
         _watches[group] = Watch(group)
     return _watches[group]
-
-
-def refusal(rank: int, mistake: Exception) -> str:
-    """The sentence for the other ranks about a rank that refused its arguments.
-
-    >>> refusal(1, ValueError("scale must be finite, got nan"))
-    'rank 1 refused its arguments: scale must be finite, got nan'
-    >>> refusal(1, MemoryError("no memory"))
-    'rank 1 refused its arguments: MemoryError: no memory'
-    """
-    is_rule = isinstance(mistake, ValueError | TypeError | NotImplementedError)
-    return f"rank {rank} refused its arguments: {mistake if is_rule else f'{type(mistake).__name__}: {mistake}'}"
-
-
-def named(ranks: list[int]) -> str:
-    """The ranks of a message.
-
-    >>> named([3]), named([3, 4])
-    ('rank 3', 'ranks 3, 4')
-    """
-    few = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {few}" if len(ranks) == 1 else f"ranks {few}"
