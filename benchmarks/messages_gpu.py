@@ -4,10 +4,10 @@
 
 ``check`` compares 2 and 4 ranks over gloo with one device: errors against float64, in units of the error of the same
 backend on one device. ``rates`` times one message of a rank that holds ``tokens`` rows: all query rows of the rank with
-``rows`` packed keys of each head. ``one device`` is the same backend on as many rows in segments of ``rows`` keys, with the
-same number of pairs. ``stock`` is the message through PyTorch's operators. Rates are TFLOP/s on the pairs of the
-tiles, median of five runs after one that is not counted: 4 D operations for a pair forward, 10 D backward. What a call
-computes once for all messages (delta) is not counted on either side.
+``rows`` packed keys of each head. ``one device`` is the same backend on the same tiles: as many rows in segments of
+``rows`` keys, or the block lists of the message. ``stock`` is the message through PyTorch's operators. Rates are TFLOP/s
+on the pairs of the tiles, median of seven runs in turns after one that is not counted: 4 D operations for a pair forward,
+10 D backward. What a call computes once for all messages (delta) is not counted on either side.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -147,22 +148,31 @@ def check_all() -> bool:
     return passed
 
 
-def median_ms(call: Callable[[], object], repeats: int = 5) -> float:
-    call()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)  # launches are queued behind it
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return sorted(times)[len(times) // 2]
+Launch = Callable[[], object]
+
+
+def once_ms(launch: Launch) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)  # launches are queued behind it
+    start.record()
+    launch()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+def medians_ms(*launches: Launch, rounds: int = 7) -> list[float]:
+    """The median of each, in turns: the clock of the GPU falls by several per cent while it gets warm."""
+    for launch in launches:
+        launch()
+    times = [[once_ms(launch) for launch in launches] for _ in range(rounds)]
+    return [statistics.median(own) for own in zip(*times, strict=True)]
 
 
 class MessageCase:
     """A message of a rank with its buffers, and the same pairs on one device."""
+
+    has_stock = True
 
     def __init__(self, rows: int, rate: int, head_dim: int, heads: int = 8, world: int = 2) -> None:
         self.rows, self.rate, self.head_dim, self.heads = rows, rate, head_dim, heads
@@ -186,35 +196,46 @@ class MessageCase:
         own = received(self.plan, self.message.tick, self.step.sizes)
         self.pairs = sum(f.pairs for problem in own for x in problem.tiles for f in x.families)
 
-    def rates(self, ms: tuple[float, float]) -> list[float]:
-        return [k * self.head_dim * self.pairs / t / 1e9 for k, t in zip((4, 10), ms, strict=True)]
+    def rates(self) -> dict[str, list[float]]:
+        """TFLOP/s forward and backward."""
+        own, one = self.fused(), self.one_device()
+        found = [medians_ms(*both) for both in zip(own, one, strict=True)]
+        times = {"one_device": [x[1] for x in found], "message": [x[0] for x in found]}
+        if self.has_stock:
+            times["stock"] = [medians_ms(launch, rounds=1)[0] for launch in self.stock()]
+        return {name: [self.rate_of(k, x) for k, x in zip((4, 10), ms, strict=True)] for name, ms in times.items()}
 
-    def fused(self) -> tuple[float, float]:
+    def rate_of(self, products: int, ms: float) -> float:
+        return products * self.head_dim * self.pairs / ms / 1e9
+
+    def fused(self) -> tuple[Launch, Launch]:
         sums = self.step.sums(self.query)
-        forward = median_ms(
-            lambda: self.step.attend_message_(self.plan, self.message, self.flat, self.inputs, sums, self.scale)
-        )
+
+        def forward() -> None:
+            self.step.attend_message_(self.plan, self.message, self.flat, self.inputs, sums, self.scale)
+
+        forward()
         out, lse = sums.results(torch.bfloat16)
         rows = RowGradients.of(Saved(out, lse, self.dout))
         grads = Inputs(*(torch.zeros(x.shape, device=GPU) for x in self.inputs))
         gradients = self.step.gradients(self.plan, self.inputs, rows, grads, self.scale)
 
         def backward() -> None:
-            gradients.add_message_(self.message, self.flat, self.returning.zero_())
+            gradients.add_message_(self.message, self.flat, self.returning)
 
-        return forward, median_ms(backward)
+        return forward, backward
 
-    def one_device(self) -> tuple[float, float]:
+    def one_device(self) -> tuple[Launch, Launch]:
         w, n = self.rows * self.rate, self.tokens
-        problem = Problem(Dilated([w], [self.rate]), False, 1, n, n, self.heads, self.heads)
-        kernels, options = find("hopper"), Options(self.scale)
-        forward = median_ms(lambda: kernels.forward(problem, self.inputs, options))
-        saved = Saved(*kernels.forward(problem, self.inputs, options), self.dout)
-        statistics = kernels.row_statistics(problem, saved, options)
-        arguments = problem, self.inputs, self.dout, statistics, options
-        return forward, median_ms(lambda: kernels.gradients(*arguments))
+        return self.launches(Problem(Dilated([w], [self.rate]), False, 1, n, n, self.heads, self.heads))
 
-    def stock(self) -> tuple[float, float]:
+    def launches(self, problem: Problem) -> tuple[Launch, Launch]:
+        kernels, options = find("hopper"), Options(self.scale)
+        saved = Saved(*kernels.forward(problem, self.inputs, options), self.dout)
+        arguments = problem, self.inputs, self.dout, kernels.row_statistics(problem, saved, options), options
+        return lambda: kernels.forward(problem, self.inputs, options), lambda: kernels.gradients(*arguments)
+
+    def stock(self) -> tuple[Launch, Launch]:
         kernel, d = stock_kernel("sdpa", Request.like(self.query)), self.head_dim
         call = RankCall(self.plan, (), None, 1, kernel, Options(self.scale), torch.float32)
         how, sums = call.stock(self.query), loop.Sums.like(self.query)
@@ -226,7 +247,7 @@ class MessageCase:
                 tiles = step.tiles(call.options)
                 loop.attend_(tiles, Inputs(self.query[step.queries], key, value), own, how)
 
-        forward = median_ms(attend, 3)
+        attend()
         out, lse = sums.results(torch.bfloat16)
         rows = RowGradients.of(Saved(out, lse, self.dout))
 
@@ -237,25 +258,27 @@ class MessageCase:
                 inputs, own_grads = Inputs(self.query[at], key, value), Inputs(grads.query[at], dk, dv)
                 loop.add_gradients_(tiles, inputs, rows.at(at), own_grads, how)
 
-        return forward, median_ms(add, 3)
+        return attend, add
 
 
 class BlockCase(MessageCase):
-    """A message of block lists: a tenth of the blocks of 131,072 tokens on four ranks."""
+    """A message of block lists: a tenth of the blocks of a sequence on four ranks."""
 
-    def __init__(self, head_dim: int, heads: int = 8, world: int = 4, n: int = 2**17) -> None:
-        self.head_dim, self.heads, self.tokens, self.scale, self.n = head_dim, heads, n // world, head_dim**-0.5, n
+    has_stock = False  # one to three TFLOP/s
+
+    def __init__(self, n: int, head_dim: int, heads: int = 8, world: int = 4) -> None:
+        self.head_dim, self.heads, self.tokens, self.scale = head_dim, heads, n // world, head_dim**-0.5
         mask = torch.rand(n // 128, n // 128, generator=torch.Generator().manual_seed(0)) < 0.1
-        self.lists = BlockSparse.custom(mask, block_size=128).given
-        self.problem = Problem(BlockRule(128, None, self.lists), False, 1, n, n, heads, heads)
+        rule = BlockRule(128, None, BlockSparse.custom(mask, block_size=128).given)
+        problem = Problem(rule, False, 1, n, n, heads, heads)
         self.shards = Shards.even(n, world, "contiguous")
-        self.plan = static_block_plan(self.problem, self.shards, 0, GPU)
-        self.step = FusedStep(OwnRows.of(self.problem, self.shards, 0), "hopper")
+        self.plan = static_block_plan(problem, self.shards, 0, GPU)
+        self.step = FusedStep(OwnRows.of(problem, self.shards, 0), "hopper")
         generator = torch.Generator(GPU).manual_seed(0)
-        self.whole = [
-            torch.randn(1, n, heads, head_dim, generator=generator, device=GPU, dtype=torch.bfloat16) for _ in range(4)
-        ]
-        self.query, self.key, self.value, self.dout = (x[:, : self.tokens].contiguous() for x in self.whole)
+        shape = (1, self.tokens, heads, head_dim)
+        self.query, self.key, self.value, self.dout = (
+            torch.randn(shape, generator=generator, device=GPU, dtype=torch.bfloat16) for _ in range(4)
+        )
         self.inputs = Inputs(self.query, self.key, self.value)
         self.message = next(received for _, received in self.plan.ticks if received is not None)
         size = self.message.numel(head_dim)
@@ -264,19 +287,21 @@ class BlockCase(MessageCase):
         own = received(self.plan, self.message.tick, self.step.sizes)
         self.pairs = heads * 128**2 * sum(int(x.lists.counts.sum()) for x in own)
 
-    def one_device(self) -> tuple[float, float]:
-        """Milliseconds for as many pairs as the message has."""
-        kernels, options, (*tensors, dout) = find("hopper"), Options(self.scale), self.whole
-        inputs = Inputs(*tensors)
-        forward = median_ms(lambda: kernels.forward(self.problem, inputs, options))
-        saved = Saved(*kernels.forward(self.problem, inputs, options), dout)
-        statistics = kernels.row_statistics(self.problem, saved, options)
-        backward = median_ms(lambda: kernels.gradients(self.problem, inputs, dout, statistics, options))
-        share = self.pairs / (self.heads * 128**2 * int(self.lists.counts.sum()))
-        return forward * share, backward * share
+    def one_device(self) -> tuple[Launch, Launch]:
+        """The same lists between the rows of one device, without running sums."""
+        (own,) = received(self.plan, self.message.tick, self.step.sizes)
+        problem = Problem(BlockRule(128, None, own.lists), False, 1, self.tokens, self.tokens, self.heads, self.heads)
+        return self.launches(problem)
 
 
 RATES = [(rows, rate, d) for d in (64, 128) for rows in (16384, 65536) for rate in (1, 4)] + [(2048, 16, 64)]
+
+
+def shown(row: dict) -> str:
+    """One device, message, stock operators if measured, and the ratio, forward and backward."""
+    names = [name for name in ("one_device", "message", "stock") if name in row]
+    both = zip(*(row[name] for name in names), strict=True)
+    return " | ".join(f"{', '.join(f'{x:.0f}' for x in rates)} | {rates[1] / rates[0]:.3f}" for rates in both)
 
 
 def rates() -> list[dict]:
@@ -287,27 +312,23 @@ def rates() -> list[dict]:
     print("|" + " --- |" * 9)
     for rows, rate, head_dim in RATES:
         case, chosen = MessageCase(rows, rate, head_dim), run.joint_config
-        one, own, stock = (case.rates(call()) for call in (case.one_device, case.fused, case.stock))
-        row = {"rows": rows, "rate": rate, "head_dim": head_dim, "one_device": one, "message": own, "stock": stock}
+        row: dict = {"rows": rows, "rate": rate, "head_dim": head_dim} | case.rates()
         for name, config in (("apart", None), ("at_once", configs.configs(head_dim).joint)):
             run.joint_config = lambda _, d, config=config: config
-            row[name] = case.rates(case.fused())[1] if config or name == "apart" else None
+            is_possible = config or name == "apart"
+            row[name] = case.rate_of(10, medians_ms(case.fused()[1])[0]) if is_possible else None
         run.joint_config = chosen
-        row["ratios"] = [a / b for a, b in zip(own, one, strict=True)]
         found.append(row)
-        shown = [f"{a:.0f}, {b:.0f}, {c:.0f} | {b / a:.3f}" for a, b, c in zip(one, own, stock, strict=True)]
         others = [f"{row[name]:.0f}" if row[name] else "" for name in ("apart", "at_once")]
-        print("| " + " | ".join([str(rows), str(rate), str(head_dim), *shown, *others]) + " |", flush=True)
+        print("| " + " | ".join([str(rows), str(rate), str(head_dim), shown(row), *others]) + " |", flush=True)
         del case
         torch.cuda.empty_cache()
-    print("| blocks of 128, D | forward: one device, message, stock | ratio | backward | ratio |")
-    print("|" + " --- |" * 5)
-    for head_dim in (64, 128):
-        case = BlockCase(head_dim)
-        one, own, stock = (case.rates(call()) for call in (case.one_device, case.fused, case.stock))
-        found.append({"blocks": 128, "head_dim": head_dim, "one_device": one, "message": own, "stock": stock})
-        shown = [f"{a:.0f}, {b:.0f}, {c:.0f} | {b / a:.3f}" for a, b, c in zip(one, own, stock, strict=True)]
-        print("| " + " | ".join([str(head_dim), *shown]) + " |", flush=True)
+    print("| tokens, blocks of 128 | D | forward: one device, message | ratio | backward | ratio |")
+    print("|" + " --- |" * 6)
+    for tokens, head_dim in ((n, d) for d in (64, 128) for n in (2**17, 2**19)):
+        row = {"blocks": 128, "tokens": tokens, "head_dim": head_dim} | BlockCase(tokens, head_dim).rates()
+        found.append(row)
+        print(f"| {tokens} | {head_dim} | {shown(row)} |", flush=True)
     return found
 
 

@@ -196,11 +196,11 @@ def add_gradients_(call: RankCall, plan: RankPlan, inputs: Inputs, rows: RowGrad
         add_(_own_keys(plan, inputs), _own_keys(plan, grads))
     for tick, message in exchange.received():
         if message is not None:
-            arrived, returning = exchange.incoming.flat(message), exchange.going_home.flat(message).zero_()
+            arrived, returning = exchange.incoming.flat(message), exchange.going_home.flat(message)
             if fused is not None:
                 fused.add_message_(message, arrived, returning)
             else:
-                add_(message.steps(arrived, head_dim), message.steps(returning, head_dim))
+                add_(message.steps(arrived, head_dim), message.steps(returning.zero_(), head_dim))
         exchange.send_home(tick, grads)
     exchange.finish(grads)
 

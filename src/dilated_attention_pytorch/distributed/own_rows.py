@@ -194,7 +194,7 @@ def _make_received(plan: RankPlan, tick: int, own: Problem) -> tuple[Problem, ..
     _, message = plan.ticks[tick]
     assert message is not None
     tiles: list[RunningTiles] = []
-    blocks: list[Problem] = []
+    blocks: list[RunningBlocks] = []
     first = 0
     for section in message.sections:
         samples, rows, _ = section.shape
@@ -205,7 +205,8 @@ def _make_received(plan: RankPlan, tick: int, own: Problem) -> tuple[Problem, ..
             elif isinstance(step, BlockStep):
                 keys = slice(first + step.keys[1].start, first + step.keys[1].stop)
                 span = BlockSpan(at, queries, keys, step.rows, rows)
-                blocks.append(RunningBlocks.of(own, span, step.lists, step.is_causal, running=True))
+                shared = any(_share(span, other.span)[1] for other in blocks)
+                blocks.append(RunningBlocks.of(own, span, step.lists, step.is_causal, True, shared))
         first += samples * rows
     return (RunningProblem.of(own, tiles, keys=0),) if tiles else tuple(blocks)
 
@@ -230,16 +231,16 @@ def _own_blocks(plan: RankPlan, own: Problem) -> tuple[Problem, ...]:
     for step in sorted(steps, key=lambda step: step.queries[1] != step.keys[1]):
         (at, queries, _), (_, keys, _) = step.queries, step.keys
         span = BlockSpan(at, queries, keys, step.rows, 0)
-        shared = any(_share_rows(span, other.span) for other in found)
-        found.append(RunningBlocks.of(own, span, step.lists, step.is_causal, shared))
+        shared = [any(sides) for sides in zip(*(_share(span, other.span) for other in found), strict=True)] or [False] * 2
+        found.append(RunningBlocks.of(own, span, step.lists, step.is_causal, *shared))
     return tuple(found)
 
 
-def _share_rows(x: Span, y: Span) -> bool:
-    """Whether two spans have samples in common, and query rows or key rows."""
+def _share(x: Span, y: Span) -> tuple[bool, bool]:
+    """Whether two spans have query rows of a sample in common, and key rows."""
     pairs = (x.samples, y.samples), (x.queries, y.queries), (x.keys, y.keys)
     samples, queries, keys = (bool(a.start < b.stop and b.start < a.stop) for a, b in pairs)
-    return samples and (queries or keys)
+    return samples and queries, samples and keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +316,13 @@ class FusedGradients:
             self._run_(problem, self.inputs, self.grads)
 
     def add_message_(self, message: Message, arrived: Tensor, returning: Tensor) -> None:
-        """Add the gradients of a message's tiles to those of the queries, and to ``returning``."""
-        for problem in received(self.plan, message.tick, self.step.sizes):
+        """Add the gradients of a message's tiles to those of the queries, and write those of its rows to ``returning``."""
+        problems = received(self.plan, message.tick, self.step.sizes)
+        key_heads, head_dim = self.inputs.key.shape[2:]
+        written = sum(x.key_rows for x in problems if isinstance(x, RunningBlocks) and not x.running_keys)
+        if 2 * written * key_heads * head_dim != returning.numel():
+            returning.zero_()
+        for problem in problems:
             self._run_(problem, received_inputs(self.inputs, arrived), received_inputs(self.grads, returning))
 
     def _run_(self, problem: Problem, inputs: Inputs, grads: Inputs) -> None:

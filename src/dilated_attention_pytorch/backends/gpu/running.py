@@ -101,25 +101,36 @@ class BlockSpan(Span):
 class RunningBlocks(Problem):
     """Lists of blocks between the query rows and the key rows of a span.
 
-    ``running`` results are added to given ones, else they are written. ``keys`` is 0 if the rows of a key tensor count over
-    all samples.
+    ``running`` results are added to given ones, else they are written. ``running_keys`` says the same of dk and dv.
+    ``keys`` is 0 if the rows of a key tensor count over all samples.
     """
 
     span: BlockSpan = field(hash=False)  # slices have no hash before Python 3.12
     lists: BlockLists  # compared by identity
     running: bool
+    running_keys: bool
 
     @staticmethod
-    def of(problem: Problem, span: BlockSpan, lists: BlockLists, is_causal: bool, running: bool) -> RunningBlocks:
+    def of(
+        problem: Problem, span: BlockSpan, lists: BlockLists, is_causal: bool, running: bool, running_keys: bool
+    ) -> RunningBlocks:
         """Lists between the query rows of a problem and key rows, which are packed unless samples have a distance of 0."""
         rule, keys = BlockRule(lists.block_size, None), 0 if span.sample_rows else problem.keys
         sizes = problem.batch, problem.queries, keys, problem.heads, problem.key_heads
-        return RunningBlocks(rule, is_causal, *sizes, span=span, lists=lists, running=running)
+        return RunningBlocks(rule, is_causal, *sizes, span=span, lists=lists, running=running, running_keys=running_keys)
+
+    @property
+    def key_rows(self) -> int:
+        """The rows of dk and dv that the kernels write or add to."""
+        samples: slice = self.span.samples
+        return len(range(samples.start, samples.stop)) * self.span.length
 
 
-def is_running(problem: Problem) -> bool:
-    """Whether results are added to given ones."""
-    return isinstance(problem, RunningProblem) or (isinstance(problem, RunningBlocks) and problem.running)
+def is_running(problem: Problem, *, by_keys: bool = False) -> bool:
+    """Whether results are added to given ones: out and dq, or dk and dv."""
+    if isinstance(problem, RunningBlocks):
+        return problem.running_keys if by_keys else problem.running
+    return isinstance(problem, RunningProblem)
 
 
 def running_tiles(plan: Plan, samples: range, query_row: int, key_row: int, packed_rows: int = 0) -> Iterator[RunningTiles]:

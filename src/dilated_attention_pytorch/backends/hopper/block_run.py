@@ -27,12 +27,12 @@ def _launch(
     config: HopperConfig, **mode: Any,
 ) -> None:  # fmt: skip
     """One launch over all blocks of 128 rows of all heads that the result has."""
-    rows, size = table.rows.shape[0], problem.blocks.block_size
-    heads = problem.key_heads if kernel is block_dkv_kernel else problem.heads
+    rows, size, by_keys = table.rows.shape[0], problem.blocks.block_size, kernel is block_dkv_kernel
+    heads = problem.key_heads if by_keys else problem.heads
     items = rows * (size // ITEM_ROWS) * heads
     # A counter; in the forward also the items that each program has taken.
     taken = torch.zeros(1 + items, dtype=torch.int32, device=table.rows.device)
-    mode |= {"BLOCK_SIZE": size, "CAUSAL": problem.is_causal, "RUNNING": is_running(problem)}
+    mode |= {"BLOCK_SIZE": size, "CAUSAL": problem.is_causal, "RUNNING": is_running(problem, by_keys=by_keys)}
     mode |= persistent.constants(config, tensors[0].shape[-1])
     if items:  # at most one program for each multiprocessor; the programs share the items
         programs = min(items, persistent.multiprocessors(taken.device))

@@ -85,5 +85,6 @@ def gradients(
     dv = portable.result_buffer(value, table.covered, grads and grads.value)
     numbers = (*strides, n, m, heads, key_heads, *factors)
     constants, programs = _constants(problem, read, configs.dkv, options), size // configs.dkv.block_n * key_heads
+    constants["RUNNING"] = is_running(problem, by_keys=True)
     _launch(block_dkv_kernel, table, programs, (*tensors, dk, dv), numbers, constants, options)
     return Inputs(dq, dk, dv)

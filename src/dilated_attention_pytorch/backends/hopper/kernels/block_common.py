@@ -83,6 +83,23 @@ def leave_item(facts, slot, first, length, listed_length, sample, start, head, r
 
 
 @gluon.jit
+def prefetch_rows(RESULT, place, rows, heads, D: gl.constexpr):
+    """Bring the rows to which the warp groups will add an item into the L2 cache. Called by the producer.
+
+    ``place`` is the number of the first row in a tensor (B, rows, heads) of float32. ``rows`` remain in its sequence. The last
+    row of the sequence stands for the rows behind it.
+    """
+    LINES: gl.constexpr = D * 4 // 128
+    numbers = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
+    elements = (place + gl.minimum(numbers, rows - 1) * heads) * D
+    for line in gl.static_range(LINES):
+        at = (RESULT + elements + line * 32).to(gl.int64)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
 def leave_list(facts, slot, count, first_entry, last_entry):
     """Write the facts of a list for the warp groups: not its entries, which only the producer loads."""
     leave(facts, slot, COUNT, count)

@@ -22,6 +22,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.block_common import (
     leave_item,
     leave_list,
     listed_row,
+    prefetch_rows,
     take_item,
     wait_for_item,
 )
@@ -73,8 +74,9 @@ def _load_unit(
 
 @gluon.jit
 def _produce_dkv(
-    tensors, SHIFTS, tables, rows, items, group, sizes, strides, smem, facts, bars,
+    tensors, SHIFTS, results, tables, rows, items, group, sizes, strides, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    RUNNING: gl.constexpr,
 ):  # fmt: skip
     Q, K, V, DOUT = tensors
     N, H, M, G = sizes
@@ -89,6 +91,10 @@ def _produce_dkv(
         mbarrier.wait(facts_empty.index(number & 1), (number >> 1 & 1) ^ 1)
         # The facts of items have a slot by the parity of the item, those of lists by that of the unit. One barrier is for both.
         leave_item(facts, number & 1, first, lengths[1], lengths[0], sample, starts[1], key_head, M, G)
+        if RUNNING:
+            place = known(facts, number & 1, PLACE, 1)
+            prefetch_rows(results[0], place, lengths[1] - first, G, D)
+            prefetch_rows(results[1], place, lengths[1] - first, G, D)
         kv_at = (
             address(K, k_strides, sample, starts[1], key_head),
             address(V, v_strides, sample, starts[1], key_head),
@@ -233,5 +239,5 @@ def block_dkv_kernel(
     gl.warp_specialize([
         (_compute_dkv, (gl.constexpr(0), results, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE, RUNNING)),
         (_compute_dkv, (gl.constexpr(1), results, group, G, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_M, STAGES, HELD, OVERLAP, BLOCK_SIZE, RUNNING)),
-        (_produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, rows, items, group, (N, H, M, G), strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE)),
+        (_produce_dkv, ((Q, K, V, DOUT), SHIFTS, results, tables, rows, items, group, (N, H, M, G), strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, BLOCK_SIZE, RUNNING)),
     ], [4, 1], [232, 40])  # fmt: skip

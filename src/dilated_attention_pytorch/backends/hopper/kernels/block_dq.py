@@ -25,6 +25,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.block_common import (
     listed_keys,
     listed_row,
     load_listed_keys,
+    prefetch_rows,
     seen_listed,
     take_item,
     wait_for_item,
@@ -69,8 +70,9 @@ def _load_dq_item(
 
 @gluon.jit
 def _produce_dq(
-    tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL: gl.constexpr,
+    tensors, DQ, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    RUNNING: gl.constexpr,
 ):  # fmt: skip
     Q, K, V, DOUT = tensors
     N, H = sizes
@@ -97,6 +99,8 @@ def _produce_dq(
         leave_item(facts, parity, first, lengths[0], lengths[1], sample, starts[0], head, N, H)
         leave_list(facts, parity, count, first_entry, last)
         mbarrier.arrive(facts_full.index(parity), count=1)
+        if RUNNING:
+            prefetch_rows(DQ, known(facts, parity, PLACE, 1), lengths[0] - first, H, D)
         if parity == 0:
             counter = _load_dq_item(
                 at, steps, LIST, count, first, lengths, blocks, number, counter, smem, bars,
@@ -154,8 +158,6 @@ def _compute_dq(
         )  # fmt: skip
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
         start = (known(facts, slot, PLACE) + which * 64 * H) * D
-        if RUNNING:  # while the last product runs
-            last_dq = load_result(DQ, start, H * D, numbers, inside, D, BLOCK_D)
         dq_sum = whole_rows(wait_sums(dq, ds, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(k_empty.index(stage), count=1)
         if count == 0:  # computed as one block with weights 0, whose keys and values are not defined
@@ -163,7 +165,7 @@ def _compute_dq(
 
         dq_sum = dq_sum * scale
         if RUNNING:
-            dq_sum += last_dq
+            dq_sum += load_result(DQ, start, H * D, numbers, inside, D, BLOCK_D)
         store_rows(DQ, dq_sum, start, H * D, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then all facts have been loaded
         number += 1
@@ -213,5 +215,5 @@ def block_dq_kernel(
     gl.warp_specialize([
         (_compute_dq, (gl.constexpr(0), DQ, statistics, H, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, RUNNING)),
         (_compute_dq, (gl.constexpr(1), DQ, statistics, H, scale_log2, scale, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, RUNNING)),
-        (_produce_dq, ((Q, K, V, DOUT), tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE)),
+        (_produce_dq, ((Q, K, V, DOUT), DQ, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, RUNNING)),
     ], [4, 1], [232, 40])  # fmt: skip

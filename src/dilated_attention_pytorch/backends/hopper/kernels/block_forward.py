@@ -25,6 +25,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.block_common import (
     leave_list,
     listed_keys,
     load_listed_keys,
+    prefetch_rows,
     seen_listed,
     take_item,
     wait_for_item,
@@ -98,7 +99,7 @@ def _announce(item, told, tables, rows, group, sizes, strides, facts, bars, BLOC
 def _load_item(
     item, slot, number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    AGAIN: gl.constexpr,
+    AGAIN: gl.constexpr, RUNNING: gl.constexpr,
 ):  # fmt: skip
     """Load the query rows of both warp groups, then listed keys and values, block by block as buffers become free.
 
@@ -119,6 +120,8 @@ def _load_item(
     for i in gl.static_range(2):
         mbarrier.wait(q_empty.index(i), number & 1 ^ 1)
         load_rows(q_desc, first + i * 64, q_full, q_smem, i)
+    if RUNNING:
+        prefetch_rows(tensors[3], known(facts, slot, PLACE, 1), length - first, sizes[1], D)
     early = gl.maximum(blocks - AHEAD, 0)
     counter, k_row = load_listed_keys(
         k_desc, v_desc, LIST, count, k_row, 0, early, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES, BLOCK_SIZE
@@ -135,7 +138,7 @@ def _load_item(
 def _produce_pass(
     item, number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    AGAIN: gl.constexpr,
+    AGAIN: gl.constexpr, RUNNING: gl.constexpr,
 ):  # fmt: skip
     """Load items from ``item`` on. Returns the last one, and items and blocks of keys so far."""
     # Not item: Triton does not carry a value through a loop if it equals another one before the loop and in its first round.
@@ -148,12 +151,12 @@ def _produce_pass(
         if slot == 0:
             item, counter = _load_item(
                 item, slot, number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL,
-                D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, AGAIN,
+                D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, AGAIN, RUNNING,
             )  # fmt: skip
         else:
             item, counter = _load_item(
                 item, slot, number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL,
-                D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, AGAIN,
+                D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, AGAIN, RUNNING,
             )  # fmt: skip
         number += 1
     return last_item, number, counter
@@ -163,19 +166,19 @@ def _produce_pass(
 def _produce(
     tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, flags, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    ONLINE: gl.constexpr,
+    ONLINE: gl.constexpr, RUNNING: gl.constexpr,
 ):  # fmt: skip
     none = items * 0
     first = _next_item(tables[4], none - 1, items, False)
     last, number, counter = _produce_pass(
         first, none, none, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL,
-        D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, False,
+        D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, False, RUNNING,
     )  # fmt: skip
     if not ONLINE:
         first = again(last + 1, flags, 1) - 1  # -1 if nothing overflowed
         _produce_pass(
             first, number, counter, tensors, tables, rows, items, group, sizes, strides, smem, facts, bars, CAUSAL,
-            D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, True,
+            D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, True, RUNNING,
         )  # fmt: skip
 
 
@@ -224,8 +227,7 @@ def _compute_pass(
         )  # fmt: skip
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
         place = known(facts, slot, PLACE) + which * 64 * H
-        if RUNNING:  # while the last product runs
-            last_lse2 = gl.load(LAST_LSE + known(facts, slot, STATISTICS_PLACE) + own, mask=inside, other=0.0) * LOG2_E
+        if RUNNING and BLOCK_D <= 64:  # while the last product runs; wider rows would need local memory
             last_out = load_result(OUT, place * D, H * D, numbers, inside, D, BLOCK_D)
         acc = whole_rows(wait_sums(sums, p, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(v_empty.index(stage), count=1)
@@ -240,6 +242,9 @@ def _compute_pass(
         out = gl.where(something[:, None], acc * (1.0 / divisor_o)[:, None], 0.0)
         lse2 = gl.where(something, m2_o + gl.log2(total_o), float("-inf"))
         if RUNNING:
+            last_lse2 = gl.load(LAST_LSE + known(facts, slot, STATISTICS_PLACE) + own, mask=inside, other=0.0) * LOG2_E
+            if BLOCK_D > 64:
+                last_out = load_result(OUT, place * D, H * D, numbers, inside, D, BLOCK_D)
             out, lse2 = _merge(out, lse2, last_out, last_lse2)
         lse = lse2 * LN_2
         lse_at = LSE + known(facts, slot, STATISTICS_PLACE) + own
@@ -328,5 +333,5 @@ def block_forward_kernel(
     gl.warp_specialize([
         (_compute, (gl.constexpr(0), results, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE, RUNNING)),
         (_compute, (gl.constexpr(1), results, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE, RUNNING)),
-        (_produce, ((Q, K, V), tables, rows, items, group, sizes, strides, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, ONLINE)),
+        (_produce, ((Q, K, V, OUT), tables, rows, items, group, sizes, strides, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, ONLINE, RUNNING)),
     ], [4, 1], [232, 40])  # fmt: skip
