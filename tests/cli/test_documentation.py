@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs by itself in a fresh process, and README is shown without other files."""
+"""Every Python block of the documentation runs by itself in a process of its own, and README is shown without other files."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import re
 import shlex
 import socket
 import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+
+from programs import run_together
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -41,11 +42,12 @@ def blocks(languages: tuple[str, ...]) -> list[Block]:
     return [block for block in found if block.language in languages]
 
 
-def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    code: str, *arguments: str, folder: Path, environments: Sequence[dict[str, str]] = ({},)
+) -> list[subprocess.CompletedProcess[str]]:
     # The interpreter of kernels, which the tests set, is not what a reader has.
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    inherited |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, cwd=folder, env=inherited, capture_output=True, text=True, timeout=300, check=False)
+    return run_together(code, *arguments, folder=folder, environments=[inherited | one for one in environments])
 
 
 def free_port() -> int:
@@ -66,8 +68,6 @@ def test_blocks_are_found():
 def test_python_blocks_run_by_themselves(block, tmp_path):
     if block.code.startswith(NEEDS_GPU) and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    file = tmp_path / "example.py"
-    file.write_text(block.code)
     ranks = RANKS.match(block.code)
     assert bool(ranks) == ("init_process_group" in block.code), "a block for several ranks says so in its first line"
     world = int(ranks[1]) if ranks else 1
@@ -83,8 +83,7 @@ def test_python_blocks_run_by_themselves(block, tmp_path):
         }
         for rank in range(world)
     ]
-    with ThreadPoolExecutor(world) as pool:
-        results = list(pool.map(lambda one: run([sys.executable, str(file)], tmp_path, **one), of_ranks if ranks else [{}]))
+    results = run(block.code, folder=tmp_path, environments=of_ranks if ranks else [{}])
     assert [result.returncode for result in results] == [0] * world, "\n".join(result.stderr for result in results)
 
 
@@ -98,7 +97,7 @@ def our_commands() -> list[tuple[Block, str]]:
 def test_commands_run(block, line, tmp_path):
     pytest.importorskip("typer")
     pytest.importorskip("matplotlib")
-    result = run([sys.executable, "-m", "dilated_attention_pytorch", *shlex.split(line)[1:]], tmp_path)
+    (result,) = run("from dilated_attention_command import main; main()", *shlex.split(line)[1:], folder=tmp_path)
     assert result.returncode == 0, result.stderr
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from programs import WITH_CTRL_C
+from programs import run as run_after_torch
+
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
@@ -17,6 +20,13 @@ pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and devices of POSIX systems")
 
 START = "from dilated_attention_command import main; main()"
+# Standard output is a pipe that nobody reads.
+CLOSED_PIPE = """
+import os
+reading, writing = os.pipe()
+os.close(reading)
+os.dup2(writing, 1)
+"""
 # Ctrl-C at the moment that a module is imported.
 AT_IMPORT = """
 import os, signal, sys
@@ -42,13 +52,26 @@ atexit.register(os.kill, os.getpid(), signal.SIGINT)
 """
 
 
-def run(program: str, *arguments: object, **streams) -> subprocess.CompletedProcess[str]:
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 300, "check": False} | streams
-    return subprocess.run([sys.executable, "-c", program + START, *map(str, arguments)], **options)
+@pytest.fixture
+def run(tmp_path):
+    """The command after some code, in a process that has imported PyTorch before."""
+    return lambda code, *arguments, **streams: run_after_torch(code + START, *arguments, folder=tmp_path, **streams)
 
 
-@pytest.mark.parametrize("name", ["torch", "dilated_attention_pytorch.api", "rich.table", "matplotlib"])
-def test_interrupt_during_imports(tmp_path, name):
+def run_fresh(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
+
+
+def test_interrupt_during_the_import_of_torch(tmp_path):
+    program = WITH_CTRL_C + AT_IMPORT.format(name="torch") + START
+    result = run_fresh("-c", program, "show", "--output", tmp_path / "x.png")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["dilated_attention_pytorch.api", "rich.table", "matplotlib"])
+def test_interrupt_during_imports(tmp_path, run, name):
     result = run(AT_IMPORT.format(name=name), "show", "--output", tmp_path / "x.png")
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
     assert list(tmp_path.iterdir()) == []
@@ -57,16 +80,13 @@ def test_interrupt_during_imports(tmp_path, name):
 @pytest.mark.parametrize("name", ["torch", "dilated_attention_pytorch.cli"])
 def test_interrupt_of_python_m(tmp_path, name):
     """``python -m`` imports the package, and PyTorch with it, before it runs ``__main__``."""
-    (tmp_path / "sitecustomize.py").write_text(AT_IMPORT.format(name=name))
+    (tmp_path / "sitecustomize.py").write_text(WITH_CTRL_C + AT_IMPORT.format(name=name))
     paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    result = subprocess.run(
-        [sys.executable, "-m", "dilated_attention_pytorch", "--version"], env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    result = run_fresh("-m", "dilated_attention_pytorch", "--version", env={**os.environ, "PYTHONPATH": paths})
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 
 
-def test_interrupt_while_a_picture_is_written(tmp_path):
+def test_interrupt_while_a_picture_is_written(tmp_path, run):
     path = tmp_path / "x.png"
     path.write_bytes(b"old")
     result = run(AT_SAVE, "show", "--grid", "4x4", "--output", path)
@@ -77,7 +97,7 @@ def test_interrupt_while_a_picture_is_written(tmp_path):
 
 def test_interrupt_during_measurements(tmp_path):
     """Sent at the second step of a real run: the steps are lines on standard error."""
-    command = [sys.executable, "-c", START, "demo", "--quick", "--device", "cpu", "--output", str(tmp_path)]
+    command = [sys.executable, "-c", WITH_CTRL_C + START, "demo", "--quick", "--device", "cpu", "--output", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "time" in process.stderr.readline()
@@ -90,13 +110,13 @@ def test_interrupt_during_measurements(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_interrupt_after_the_end_changes_nothing(tmp_path):
+def test_interrupt_after_the_end_changes_nothing(tmp_path, run):
     result = run(AT_EXIT, "show", "--grid", "4x4", "--output", tmp_path / "x.png")
     assert (result.returncode, result.stderr) == (0, "")
     assert (tmp_path / "x.png").exists()
 
 
-def test_interrupt_is_ignored_where_the_shell_ignores_it(tmp_path):
+def test_interrupt_is_ignored_where_the_shell_ignores_it(tmp_path, run):
     """A shell starts background jobs that ignore Ctrl-C, which is meant for the job in front."""
     result = run(
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + AT_IMPORT.format(name="rich.table"),
@@ -106,15 +126,10 @@ def test_interrupt_is_ignored_where_the_shell_ignores_it(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["show", "--grid", "4x4", "--output"]], ids=["help", "show"])
-def test_a_closed_pipe(tmp_path, arguments):
-    reading, writing = os.pipe()
-    os.close(reading)
+def test_a_closed_pipe(tmp_path, run, arguments):
     if "--output" in arguments:
         arguments = [*arguments, tmp_path / "x.png"]
-    try:
-        result = run("", *arguments, stdout=writing)
-    finally:
-        os.close(writing)
+    result = run(CLOSED_PIPE, *arguments)
     assert result.returncode == 141
     assert result.stderr == "Stopped: standard output could not be written: its reader has closed it.\n"
     assert (tmp_path / "x.png").exists() == ("show" in arguments)  # the picture comes first
@@ -122,20 +137,18 @@ def test_a_closed_pipe(tmp_path, arguments):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", [["--help"], ["show", "--grid", "4x4", "--output"]], ids=["help", "show"])
-def test_a_full_disk_behind_standard_output(tmp_path, arguments):
+def test_a_full_disk_behind_standard_output(tmp_path, run, arguments):
     if "--output" in arguments:
         arguments = [*arguments, tmp_path / "x.png"]
-    with open("/dev/full", "w") as full:
-        result = run("", *arguments, stdout=full)
+    result = run("", *arguments, stdout="/dev/full")
     assert result.returncode == 1
     assert result.stderr == "Stopped: standard output could not be written: No space left on device.\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_behind_standard_error(tmp_path):
+def test_a_full_disk_behind_standard_error(tmp_path, run):
     """The sentence cannot be written either, so only the code is left."""
-    with open("/dev/full", "w") as full:
-        result = run("", "demo", "--quick", "--device", "cpu", "--output", tmp_path, stderr=full)
+    result = run("", "demo", "--quick", "--device", "cpu", "--output", tmp_path, stderr="/dev/full")
     assert result.returncode == 1
 
 

@@ -1,0 +1,118 @@
+"""Python programs, each in a process of its own, without the seconds that an import of PyTorch takes.
+
+    result = programs.run("print(1)", folder=tmp_path)      result.returncode, result.stdout, result.stderr
+
+One process imports PyTorch, and nothing else that the tests look at. It forks a child for each program. The child runs
+the program as ``__main__`` and ends as every interpreter does: with its exit code, its traceback, its handlers of atexit.
+A program that must be there before PyTorch is imported needs ``subprocess`` instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src"
+LIMIT_S = 300  # a program that takes longer ends with SIGALRM
+
+# Ctrl-C has its usual handler even if the tests run in the background, where a shell lets processes ignore it.
+WITH_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+_SERVER = """
+import json, os, sys, types
+import torch
+
+def next_program():
+    while line := sys.stdin.readline():
+        children = []
+        for program in json.loads(line):
+            child = os.fork()
+            if child == 0:
+                return program
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        os.write(1, (json.dumps(codes) + "\\n").encode())
+    os._exit(0)
+
+program = next_program()
+signal.alarm(program["limit_s"])
+for number, path in enumerate([os.devnull, program["stdout"], program["stderr"]]):
+    file = os.open(path, os.O_WRONLY if number else os.O_RDONLY)
+    os.dup2(file, number)
+    os.close(file)
+os.chdir(program["folder"])
+os.environ.clear()
+os.environ.update(program["environment"])
+sys.argv = program["arguments"]
+sys.modules["__main__"] = types.ModuleType("__main__")
+exec(compile(program["code"], sys.argv[0], "exec"), sys.modules["__main__"].__dict__)
+"""
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, "-c", WITH_CTRL_C + _SERVER],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+    )  # fmt: skip
+    atexit.register(server.communicate)  # it ends when nobody can ask it any more
+    return server
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="programs")
+
+
+_numbers = itertools.count()
+
+
+def run_together(
+    code: str,
+    *arguments: object,
+    folder: Path,
+    environments: Sequence[Mapping[str, str]],
+    stdout: str | None = None,
+    stderr: str | None = None,
+) -> list[subprocess.CompletedProcess[str]]:
+    """The program once for each environment, all at the same time. ``stdout`` and ``stderr`` are files to write to."""
+    programs = []
+    for environment in environments:
+        paths = [Path(_folder().name, str(next(_numbers))) for _ in range(2)]
+        for path in paths:
+            path.touch()
+        programs.append(
+            {
+                "code": code,
+                "arguments": ["-c", *map(str, arguments)],
+                "folder": str(folder),
+                "environment": dict(environment),
+                "stdout": stdout or str(paths[0]),
+                "stderr": stderr or str(paths[1]),
+                "limit_s": LIMIT_S,
+            }
+        )
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(programs) + "\n")
+    server.stdin.flush()
+    codes = json.loads(server.stdout.readline())
+    texts = [["" if path.startswith("/dev/") else Path(path).read_text() for path in (p["stdout"], p["stderr"])] for p in programs]
+    return [subprocess.CompletedProcess(["-c"], code, *text) for code, text in zip(codes, texts, strict=True)]
+
+
+def run(code: str, *arguments: object, folder: Path, **streams: str) -> subprocess.CompletedProcess[str]:
+    """The program in the environment of the tests."""
+    (result,) = run_together(code, *arguments, folder=folder, environments=[os.environ], **streams)
+    return result
