@@ -354,7 +354,7 @@ def test_the_process_that_holds_the_store(act):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with context.Manager() as manager:
         results = manager.list()
         processes = [context.Process(target=hold_the_store, args=(rank, port, results, act)) for rank in range(4)]
