@@ -1,9 +1,12 @@
-"""A patch of Triton's interpreter that saves a third of its time.
+"""Patches of Triton's interpreter that save half of its time.
 
-Whenever a kernel calls a function, the interpreter goes through all names of ``triton.language`` and replaces functions.
-They have already been replaced when the kernel was launched. The patch leaves out the second replacement.
+* Whenever a kernel calls a function, the interpreter goes through all names of ``triton.language`` and replaces functions.
+  They have already been replaced when the kernel was launched. The patch leaves out the second replacement.
+* Every sum and product of integers is computed once more in 64 bits for an assertion that only the debug mode makes. The
+  patch computes it in that mode only.
+* A table of NumPy's types is made for every look at it. The patch keeps what was found.
 
-It applies to the versions of Triton it was written for. With any other version the interpreter stays as it is.
+They apply to the versions of Triton they were written for. With any other version the interpreter stays as it is.
 """
 
 from __future__ import annotations
@@ -17,14 +20,19 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
 OLDEST, NEWEST = (3, 6), (3, 9)
 _plain_call = InterpretedFunction.__call__
+_plain_check = TritonSemantic.binary_op_sanitize_overflow_impl
+_plain_type = interpreter._get_np_dtype
+_type_of_element = cache(_plain_type)
 
 
 def applies(version: str) -> bool:
-    """Whether the patch was written for a version."""
+    """Whether the patches were written for a version."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
 
@@ -41,16 +49,32 @@ def _call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
     return self.rewrite()(*args, **kwargs)
 
 
+def _check(self: TritonSemantic, *args: Any) -> None:
+    if self.builder.options.debug:
+        _plain_check(self, *args)
+
+
+def _type(tt_dtype: Any) -> Any:
+    element = tt_dtype.element_ty if isinstance(tt_dtype, tl.block_type) else tt_dtype
+    return _plain_type(element) if isinstance(element, tl.pointer_type) else _type_of_element(element)
+
+
+def _use(call: Any, check: Any, np_dtype: Any) -> None:
+    InterpretedFunction.__call__ = call
+    TritonSemantic.binary_op_sanitize_overflow_impl = check
+    interpreter._get_np_dtype = np_dtype
+
+
 def install(version: str = triton.__version__) -> None:
     if applies(version):
-        InterpretedFunction.__call__ = _call
+        _use(_call, _check, _type)
 
 
 @contextlib.contextmanager
 def not_installed() -> Iterator[None]:
-    before = InterpretedFunction.__call__
-    InterpretedFunction.__call__ = _plain_call
+    before = InterpretedFunction.__call__, TritonSemantic.binary_op_sanitize_overflow_impl, interpreter._get_np_dtype
+    _use(_plain_call, _plain_check, _plain_type)
     try:
         yield
     finally:
-        InterpretedFunction.__call__ = before
+        _use(*before)
