@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import programs
+
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
@@ -23,6 +25,7 @@ from dilated_attention_pytorch.cli import demo, pictures
 from dilated_attention_pytorch.cli.app import app
 from dilated_attention_pytorch.cli.demo import standard_library
 
+START = "from dilated_attention_command import main; main()"
 PNG = b"\x89PNG\r\n\x1a\n"
 CPU = torch.device("cpu")
 
@@ -77,11 +80,8 @@ def test_demo_measures_checks_and_draws(tmp_path, causal):
 
 def test_nothing_but_text_where_there_is_no_terminal(tmp_path):
     """In a process of its own: escape codes, the profiler's log and warnings of PyTorch would all be seen."""
-    command = [sys.executable, "-m", "dilated_attention_pytorch"]
-    result = subprocess.run(
-        [*command, "demo", "--quick", "--max-tokens", "300", "--device", "cpu", "--output", str(tmp_path)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    arguments = ("demo", "--quick", "--max-tokens", 300, "--device", "cpu", "--output", tmp_path)
+    result = programs.run(START, *arguments, folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout + result.stderr
     assert len(table_rows(result.stdout)) == 1
@@ -90,11 +90,7 @@ def test_nothing_but_text_where_there_is_no_terminal(tmp_path):
 
 @pytest.mark.parametrize("missing", ["typer", "rich", "matplotlib"])
 def test_missing_extras_are_one_sentence(tmp_path, missing):
-    program = f"import sys; sys.modules[{missing!r}] = None; from dilated_attention_command import main; main()"
-    result = subprocess.run(
-        [sys.executable, "-c", program, "demo", "--output", str(tmp_path)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    result = programs.run(f"import sys; sys.modules[{missing!r}] = None; {START}", "demo", folder=tmp_path)
     assert result.returncode == 1
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1

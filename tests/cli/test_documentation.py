@@ -1,11 +1,10 @@
-"""Every Python block of the documentation runs by itself in a process of its own, and README is shown without other files."""
+"""Every Python block of the documentation runs in a process of its own, and README is shown without other files."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from programs import run_together
+from programs import of_ranks, run_together
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -47,13 +46,8 @@ def run(
 ) -> list[subprocess.CompletedProcess[str]]:
     # The interpreter of kernels, which the tests set, is not what a reader has.
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return run_together(code, *arguments, folder=folder, environments=[inherited | one for one in environments])
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    each = [inherited | one for one in environments]
+    return run_together(code, *arguments, folder=folder, environments=each, modules=("torch", "torch._dynamo"))
 
 
 def test_blocks_are_found():
@@ -71,19 +65,7 @@ def test_python_blocks_run_by_themselves(block, tmp_path):
     ranks = RANKS.match(block.code)
     assert bool(ranks) == ("init_process_group" in block.code), "a block for several ranks says so in its first line"
     world = int(ranks[1]) if ranks else 1
-    port = str(free_port())
-    # What torchrun sets, without the process that it is.
-    of_ranks = [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        for rank in range(world)
-    ]
-    results = run(block.code, folder=tmp_path, environments=of_ranks if ranks else [{}])
+    results = run(block.code, folder=tmp_path, environments=of_ranks(world) if ranks else [{}])
     assert [result.returncode for result in results] == [0] * world, "\n".join(result.stderr for result in results)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+
+import programs
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -220,10 +220,7 @@ def test_a_folder_where_the_file_should_be(tmp_path):
 
 def test_show_without_matplotlib_is_one_sentence(tmp_path):
     program = "import sys; sys.modules['matplotlib'] = None; from dilated_attention_command import main; main()"
-    result = subprocess.run(
-        [sys.executable, "-c", program, "show", "--output", str(tmp_path / "x.png")],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    result = programs.run(program, "show", "--output", tmp_path / "x.png", folder=tmp_path)
     assert result.returncode == 1
     assert result.stdout == ""
     assert "needs matplotlib" in result.stderr

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import programs
 
 SCRIPT = """\
 from datetime import timedelta
@@ -27,6 +26,6 @@ print("the end", flush=True)
 """
 
 
-def test_threads_end_before_the_interpreter():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+def test_threads_end_before_the_interpreter(tmp_path):
+    done = programs.run(SCRIPT, folder=tmp_path)
     assert (done.stdout, done.returncode) == ("the end\n", 0), done.stderr

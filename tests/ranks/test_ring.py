@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import programs
 from dilated_attention_pytorch import (
     Dilated,
     MultiheadDilatedAttention,
@@ -253,12 +253,13 @@ def test_without_a_group():
         attention(x, x, x, Dilated([4], [1]), group="all")
 
 
-def test_example():
+def test_example(tmp_path):
     pytest.importorskip("typer")  # the text comes from the command line's package
     script = Path(__file__).parents[2] / "examples" / "ring.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--tokens", "600"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    environments = [os.environ | rank for rank in programs.of_ranks(2)]
+    arguments = (programs.FILE, script, "--tokens", 600)
+    done, other = programs.run_together(*arguments, folder=tmp_path, environments=environments)
+    assert (done.returncode, other.returncode) == (0, 0), done.stderr + other.stderr
     assert "rank 1: 300 tokens, received" in done.stdout
     differences = re.findall(r"(?:out|dq|dk|dv) (\S+?)(?:,|$)", done.stdout.strip().splitlines()[-1])
     assert len(differences) == 4

@@ -2,9 +2,9 @@
 
     result = programs.run("print(1)", folder=tmp_path)      result.returncode, result.stdout, result.stderr
 
-One process imports PyTorch, and nothing else that the tests look at. It forks a child for each program. The child runs
-the program as ``__main__`` and ends as every interpreter does: with its exit code, its traceback, its handlers of atexit.
-A program that must be there before PyTorch is imported needs ``subprocess`` instead.
+One process imports PyTorch, and nothing of this package. It forks a child for each program. The child runs the program
+as ``__main__`` and ends like every interpreter: with its exit code, its traceback, its handlers of atexit. A program that
+must run before PyTorch is imported needs ``subprocess`` instead.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import atexit
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,9 +27,18 @@ LIMIT_S = 300  # a program that takes longer ends with SIGALRM
 # Ctrl-C has its usual handler even if the tests run in the background, where a shell lets processes ignore it.
 WITH_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
+# The first argument is a file, which runs with the others.
+FILE = """
+import os, runpy, sys
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 _SERVER = """
-import json, os, sys, types
-import torch
+import importlib, json, os, sys, types
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 
 def next_program():
     while line := sys.stdin.readline():
@@ -58,11 +68,11 @@ exec(compile(program["code"], sys.argv[0], "exec"), sys.modules["__main__"].__di
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
+def _server(modules: tuple[str, ...]) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(
-        [sys.executable, "-c", WITH_CTRL_C + _SERVER],
+        [sys.executable, "-c", WITH_CTRL_C + _SERVER, *modules],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True,
     )  # fmt: skip
     atexit.register(server.communicate)  # it ends when nobody can ask it any more
@@ -82,10 +92,14 @@ def run_together(
     *arguments: object,
     folder: Path,
     environments: Sequence[Mapping[str, str]],
+    modules: tuple[str, ...] = ("torch",),
     stdout: str | None = None,
     stderr: str | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """The program once for each environment, all at the same time. ``stdout`` and ``stderr`` are files to write to."""
+    """The program once for each environment, all at the same time, in processes that have imported the modules before.
+
+    ``stdout`` and ``stderr`` are files to write to.
+    """
     programs = []
     for environment in environments:
         paths = [Path(_folder().name, str(next(_numbers))) for _ in range(2)]
@@ -102,17 +116,28 @@ def run_together(
                 "limit_s": LIMIT_S,
             }
         )
-    server = _server()
+    server = _server(modules)
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.write(json.dumps(programs) + "\n")
     server.stdin.flush()
     codes = json.loads(server.stdout.readline())
-    texts = [["" if path.startswith("/dev/") else Path(path).read_text() for path in (p["stdout"], p["stderr"])] for p in programs]
-    return [subprocess.CompletedProcess(["-c"], code, *text) for code, text in zip(codes, texts, strict=True)]
+    results = []
+    for exit_code, program in zip(codes, programs, strict=True):
+        texts = ["" if program[x].startswith("/dev/") else Path(program[x]).read_text() for x in ("stdout", "stderr")]
+        results.append(subprocess.CompletedProcess(program["arguments"], exit_code, *texts))
+    return results
 
 
 def run(code: str, *arguments: object, folder: Path, **streams: str) -> subprocess.CompletedProcess[str]:
     """The program in the environment of the tests."""
     (result,) = run_together(code, *arguments, folder=folder, environments=[os.environ], **streams)
     return result
+
+
+def of_ranks(world: int) -> list[dict[str, str]]:
+    """What torchrun sets for each rank, without the process that it is."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    return [address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import programs
 from dilated_attention_pytorch import Dilated, MultiheadDilatedAttention, attention, dilated_attention, operators
 
 PATTERN = Dilated([8, 16], [1, 2])
@@ -114,7 +113,7 @@ def test_compile_serves_new_lengths_with_one_graph():
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="Inductor needs a C++ compiler")
-def test_compile_with_inductor_as_the_first_call_of_a_process():
+def test_compile_with_inductor_as_the_first_call_of_a_process(tmp_path):
     code = """
 import torch
 from dilated_attention_pytorch import MultiheadDilatedAttention
@@ -129,7 +128,8 @@ dx_expected, = torch.autograd.grad(expected.square().sum(), x)
 torch.testing.assert_close(out, expected)
 torch.testing.assert_close(dx, dx_expected)
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    result = programs.run(code, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
 
 
 def test_export_with_a_dynamic_length():

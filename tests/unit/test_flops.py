@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -13,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import block_oracle
 import oracle
+import programs
 from block_cases import SIZE, config, positions_met, random_order, table_of
 from dilated_attention_pytorch import BlockSparse, Dilated, MultiheadDilatedAttention, attention, explain
 
@@ -131,7 +130,7 @@ def test_fake_tensors():
         assert counter.get_total_flops() == expected
 
 
-def test_the_package_may_be_imported_first():
+def test_the_package_may_be_imported_first(tmp_path):
     """It does not import the counter, which imports triton. Still, the first call inside the first mode counts."""
     code = """
 import sys, torch
@@ -143,4 +142,5 @@ with FlopCounterMode(display=False) as counter:
     attention(q, q, q, Dilated([8], [1])).sum().backward()
 assert counter.get_total_flops() == 14 * 8 * 2 * 2 * 8 * 8, counter.get_flop_counts()
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    result = programs.run(code, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
