@@ -23,6 +23,7 @@ from dilated_attention_pytorch.measure import peak_extra_bytes
 from dilated_attention_pytorch.plan import adaptive as choice
 from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 from dilated_attention_pytorch.values import Inputs
+from ring_cases import on_first_rank
 
 CASES_PER_WORLD = 5  # 25 random cases
 HEAD_DIM = 8
@@ -109,15 +110,17 @@ def check_attention(group, case: AdaptiveCase, seed: int) -> None:
     options |= {name: torch.tensor(values) for name, values in case.more.items()}
     mine = rows_of(case.shards, dist.get_rank(group), torch.device("cpu"))
     whole, local = [q, k, v], [x[:, mine].clone() for x in (q, k, v)]
-    results = []
-    for inputs, upstream, more in ((whole, dout, {}), (local, dout[:, mine], {"group": Sharding(group, case.layout)})):
+    known = {"lengths", "cu_seqlens"} & case.more.keys()  # the lengths may be those of one shard
+    sharding = Sharding(group, case.shards if known else case.layout)
+
+    def results(inputs, upstream, **more):
         inputs = [x.requires_grad_() for x in inputs]
-        if "group" in more and {"lengths", "cu_seqlens"} & case.more.keys():
-            more["group"] = Sharding(group, case.shards)  # the lengths may be those of one shard
         out, lse = attention(*inputs, pattern, **options, **more)
         grads = torch.autograd.grad((out * upstream).sum() + lse.where(lse.isfinite(), 0.0).sum(), inputs)
-        results.append([out.detach(), lse.detach().transpose(1, 2), *grads])
-    for name, expected, actual in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
+        return [out.detach(), lse.detach().transpose(1, 2), *grads]
+
+    wanted, found = on_first_rank(group, lambda: results(whole, dout)), results(local, dout[:, mine], group=sharding)
+    for name, expected, actual in zip(("out", "lse", "dq", "dk", "dv"), wanted, found, strict=True):
         torch.testing.assert_close(
             actual, expected[:, mine], rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
         )  # fmt: skip

@@ -20,6 +20,7 @@ from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 import fast_interpreter
+from ring_cases import on_first_rank
 
 fast_interpreter.install()  # in each rank
 
@@ -52,7 +53,8 @@ def check(group, case, layout) -> None:
         return [out, seen, *grads]
 
     doubles = [x.detach().double().requires_grad_() for x in whole]
-    expected = run(lambda *x: attention(*x, pattern, backend="reference", **options), doubles, dout.double(), weights)
+    reference = lambda *x: attention(*x, pattern, backend="reference", **options)  # noqa: E731
+    expected = on_first_rank(group, lambda: [x.detach() for x in run(reference, doubles, dout.double(), weights)])
     local = [x.detach()[:, own].clone().requires_grad_() for x in whole]
     bucket_size = 24 if isinstance(pattern, Dilated) else None
     sharded = {"group": Sharding(group, layout, bucket_size, transport="ring"), "backend": "triton"}

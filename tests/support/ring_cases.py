@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -21,6 +22,14 @@ from dilated_attention_pytorch.plan.problem import Problem
 from staged import staged
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+T = TypeVar("T")
+
+
+def on_first_rank(group, compute: Callable[[], T]) -> T:
+    """What the first rank computes, on all ranks: what is the same on all of them need not be computed by each."""
+    found = [compute() if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(found, dist.get_process_group_ranks(group)[0], group)
+    return found[0]
 
 
 def sharded(group, **options: Any) -> dict[str, Any]:
@@ -134,19 +143,24 @@ def _check_case(group, case: Case, number: int, received: Received) -> list[torc
     q, dout = torch.randn(2, 2, n, case.heads, 8, dtype=torch.float64).to(case.dtype).unbind(0)
     k, v = torch.randn(2, 2, n, case.key_heads, 8, dtype=torch.float64).to(case.dtype).unbind(0)
     dlse = torch.randn(2, case.heads, n, dtype=case.dtype)
-    # One device in float64 is the truth, and for float32 one device in float32 the measure.
-    wanted, tolerances = [], [1e-10] * 5
-    for dtype in (torch.float64, case.dtype):
-        whole = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out, lse = attention(*whole, case.pattern, is_causal=case.is_causal, return_lse=True, **options)
-        met = lse.isfinite()
-        total = (out * dout).sum() + (lse.where(met, 0.0) * dlse).sum()
-        wanted.append([out.detach(), lse.detach().transpose(1, 2), *torch.autograd.grad(total, whole)])
-        if case.dtype == torch.float64:
-            break
-    if case.dtype == torch.float32:
-        errors = [float((a - e).nan_to_num().abs().max()) for a, e in zip(*wanted, strict=True)]
-        tolerances = [3 * error + 1e-6 for error in errors]
+
+    def one_device() -> tuple[list[torch.Tensor], list[float]]:
+        """One device in float64 is the truth, and for float32 one device in float32 the measure."""
+        wanted, tolerances = [], [1e-10] * 5
+        for dtype in (torch.float64, case.dtype):
+            whole = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+            out, lse = attention(*whole, case.pattern, is_causal=case.is_causal, return_lse=True, **options)
+            total = (out * dout).sum() + (lse.where(lse.isfinite(), 0.0) * dlse).sum()
+            wanted.append([out.detach(), lse.detach().transpose(1, 2), *torch.autograd.grad(total, whole)])
+            if case.dtype == torch.float64:
+                break
+        if case.dtype == torch.float32:
+            errors = [float((a - e).nan_to_num().abs().max()) for a, e in zip(*wanted, strict=True)]
+            tolerances = [3 * error + 1e-6 for error in errors]
+        return wanted[0], tolerances
+
+    wanted, tolerances = on_first_rank(group, one_device)
+    met = wanted[1].transpose(1, 2).isfinite()
     mine = rows_of(shards, rank, torch.device("cpu"))
     local = [x[:, mine].clone().requires_grad_() for x in (q, k, v)]
     results = []
@@ -168,7 +182,7 @@ def _check_case(group, case: Case, number: int, received: Received) -> list[torc
             grads = torch.autograd.grad(total, local)
         backward_bytes = received.take()
         results.append([part.detach(), part_lse.detach().transpose(1, 2), *grads])
-    for label, a, again, e, tolerance in zip(NAMES, *results, wanted[0], tolerances, strict=True):
+    for label, a, again, e, tolerance in zip(NAMES, *results, wanted, tolerances, strict=True):
         assert torch.equal(a, again), f"{label}: other bits"
         assert a.dtype == case.dtype
         torch.testing.assert_close(
