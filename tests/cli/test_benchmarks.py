@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+
+import programs
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -27,11 +28,10 @@ for name in sys.argv[2:]:
 """
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+def run(code: str, *arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    (result,) = programs.run_together(code, *arguments, folder=folder, environments=[environment])
+    return result
 
 
 def contents() -> dict[str, bytes]:
@@ -40,7 +40,7 @@ def contents() -> dict[str, bytes]:
 
 
 def test_every_script_has_help(tmp_path):
-    result = run("-c", ALL_HELP, str(FOLDER), *SCRIPTS, cwd=tmp_path)
+    result = run(ALL_HELP, FOLDER, *SCRIPTS, folder=tmp_path)
     assert result.returncode == 0, result.stderr
     found = re.split(r"^=== (\S+) (\S+)$", result.stdout, flags=re.MULTILINE)[1:]
     assert found[::3] == SCRIPTS
@@ -62,10 +62,10 @@ def test_every_script_writes_only_to_files_of_its_options():
 
 def test_only_the_named_file_is_written(tmp_path):
     before = contents()
-    result = run(str(FOLDER / "blocks_balance.py"), cwd=tmp_path)
+    result = run(programs.FILE, FOLDER / "blocks_balance.py", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert list(tmp_path.iterdir()) == []
-    result = run(str(FOLDER / "ring.py"), "--docs", "--picture", "new.svg", cwd=tmp_path)
+    result = run(programs.FILE, FOLDER / "ring.py", "--docs", "--picture", "new.svg", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["new.svg"]
     assert (tmp_path / "new.svg").read_text() == (ROOT / "docs" / "ring_traffic.svg").read_text()

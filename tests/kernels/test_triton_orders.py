@@ -22,12 +22,20 @@ def random_order(n, batch):
     return Order.from_permutation(torch.stack([torch.randperm(n) for _ in range(batch)]) if batch else torch.randperm(n))
 
 
-@pytest.mark.parametrize("causal", [False, True])
+# Each combination of orders and masks meets two of the four shapes: with an order for each sample (batch 2), causal.
 @pytest.mark.parametrize(
-    ("segments", "rates", "n"),
-    [([64, 128], [1, 2], 128), ([50, 100, 1000], [1, 3, 4], 133), ([48, 96], [2, 4], 100), ([64], [1], 65)],
+    ("segments", "rates", "n", "batch", "causal"),
+    [
+        ([64, 128], [1, 2], 128, 0, False),
+        ([64, 128], [1, 2], 128, 2, True),
+        ([50, 100, 1000], [1, 3, 4], 133, 0, True),
+        ([50, 100, 1000], [1, 3, 4], 133, 2, False),
+        ([48, 96], [2, 4], 100, 0, False),
+        ([48, 96], [2, 4], 100, 2, True),
+        ([64], [1], 65, 0, True),
+        ([64], [1], 65, 2, False),
+    ],
 )
-@pytest.mark.parametrize("batch", [0, 2])
 def test_every_shape_of_tile(segments, rates, n, batch, causal):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pattern, order = Dilated(segments, rates), random_order(n, batch)

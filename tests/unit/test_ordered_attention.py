@@ -187,16 +187,18 @@ def test_zigzag_and_causal_by_original_position():
 
 @pytest.mark.slow
 def test_gradcheck():
-    order, inputs = random_order(9, 2), random_inputs(2, 9, 2, 1, 3)
+    def call(backend, order):
+        def attend(q, k, v):
+            out, lse = attention(
+                q, k, v, Dilated([4, 9], [1, 2]), is_causal=True, order=order, backend=backend, return_lse=True
+            )
+            return out, torch.where(lse.isfinite(), lse, 0.0)
 
-    def call(q, k, v, backend="eager"):
-        out, lse = attention(
-            q, k, v, Dilated([4, 9], [1, 2]), is_causal=True, order=order, backend=backend, return_lse=True
-        )
-        return out, torch.where(lse.isfinite(), lse, 0.0)
+        return attend
 
-    assert torch.autograd.gradcheck(call, inputs)
-    assert torch.autograd.gradgradcheck(lambda *x: call(*x, backend="reference"), inputs)
+    assert torch.autograd.gradcheck(call("eager", random_order(9, 2)), random_inputs(2, 9, 2, 1, 3))
+    # Its time grows with the square of the number of elements.
+    assert torch.autograd.gradgradcheck(call("reference", random_order(6, 2)), random_inputs(2, 6, 2, 1, 2))
 
 
 def test_module():
