@@ -26,9 +26,9 @@ from triton.runtime.interpreter import InterpretedFunction
 
 OLDEST, NEWEST = (3, 6), (3, 9)
 _plain_call = InterpretedFunction.__call__
-_plain_check = TritonSemantic.binary_op_sanitize_overflow_impl
-_plain_type = interpreter._get_np_dtype
-_type_of_element = cache(_plain_type)
+# Other versions may have no such functions.
+_plain_check = getattr(TritonSemantic, "binary_op_sanitize_overflow_impl", None)
+_plain_type = getattr(interpreter, "_get_np_dtype", None)
 
 
 def applies(version: str) -> bool:
@@ -54,6 +54,11 @@ def _check(self: TritonSemantic, *args: Any) -> None:
         _plain_check(self, *args)
 
 
+@cache
+def _type_of_element(element: Any) -> Any:
+    return _plain_type(element)
+
+
 def _type(tt_dtype: Any) -> Any:
     element = tt_dtype.element_ty if isinstance(tt_dtype, tl.block_type) else tt_dtype
     return _plain_type(element) if isinstance(element, tl.pointer_type) else _type_of_element(element)
@@ -72,9 +77,12 @@ def install(version: str = triton.__version__) -> None:
 
 @contextlib.contextmanager
 def not_installed() -> Iterator[None]:
-    before = InterpretedFunction.__call__, TritonSemantic.binary_op_sanitize_overflow_impl, interpreter._get_np_dtype
+    before = InterpretedFunction.__call__
     _use(_plain_call, _plain_check, _plain_type)
     try:
         yield
     finally:
-        _use(*before)
+        if before is _plain_call:
+            _use(_plain_call, _plain_check, _plain_type)
+        else:
+            _use(before, _check, _type)
