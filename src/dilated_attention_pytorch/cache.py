@@ -152,7 +152,7 @@ class DilatedKVCache:
 
     @property
     def rows_held(self) -> Tensor:
-        """The rows that later tokens can meet, (B, G) int64. A row that two branches hold counts twice."""
+        """The rows of the open segments, (B, G) int64. A row that two branches hold counts twice."""
         table = self._storage.table
         (w, r), offsets = table[:2], table[5:]
         inside = (self._storage.tokens_seen.unsqueeze(-1) % w).unsqueeze(1)

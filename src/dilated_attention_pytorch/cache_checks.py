@@ -61,17 +61,20 @@ def sample_vector(name: str, x: Lengths, keys: Tensor, most: int | None = None) 
 
 def sample_numbers(samples: int | Sequence[int] | Sequence[bool] | Tensor, keys: Tensor) -> Tensor:
     """Numbers of samples on the device of the cache, from an integer, integers or a mask."""
-    batch, index = len(keys), torch.as_tensor(samples)
+    batch = len(keys)
+    rule = f"samples must be an integer from 0 to {batch - 1}, a list of them or a mask ({batch},), got {samples!r}"
+    try:
+        index = torch.as_tensor(samples)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(rule) from None
     if index.numel() == 0 and not isinstance(samples, Tensor):
         index = index.to(torch.int64)
-    if index.dtype == torch.bool:
-        if index.shape != (batch,):
-            raise ValueError(f"a mask of samples must be ({batch},), got {tuple(index.shape)}")
+    if index.dtype == torch.bool and index.shape == (batch,):
         return index.nonzero().squeeze(1).to(keys.device)
-    if index.dtype not in INDEX_DTYPES or index.dim() > 1:
-        raise TypeError(f"samples must be an integer, integers or a mask ({batch},), got {samples!r}")
-    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= batch):
-        raise ValueError(f"samples must be from 0 to {batch - 1}, got {few(index.reshape(-1).tolist())}")
+    if index.dtype not in INDEX_DTYPES:
+        raise TypeError(rule)
+    if index.dim() > 1 or (index.numel() and (int(index.min()) < 0 or int(index.max()) >= batch)):
+        raise ValueError(rule)
     return index.reshape(-1).to(keys.device, torch.int64)
 
 

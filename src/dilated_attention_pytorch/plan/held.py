@@ -41,7 +41,7 @@ class HeldBranch:
         return self.first_row + self.number(position) % self.slots
 
     def rows_after(self, key_head: int, tokens: int) -> int:
-        """How many rows of a key head later positions can meet. There are none if a segment has just ended."""
+        """How many rows a key head has in the open segment. There are none if a segment has just ended."""
         return max(0, -(-(tokens % self.segment_length - self.offsets[key_head]) // self.dilation_rate))
 
 
@@ -69,7 +69,7 @@ class HeldRows:
         return sum(branch.slots for branch in self.branches)
 
     def rows_after(self, key_head: int, tokens: int) -> int:
-        """How many rows of a key head later positions can meet, counted once per branch."""
+        """How many rows a key head has in the open segments of all branches."""
         return sum(branch.rows_after(key_head, tokens) for branch in self.branches)
 
     @staticmethod
