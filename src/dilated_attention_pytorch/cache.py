@@ -19,7 +19,7 @@ from dilated_attention_pytorch.cache_checks import (
     sample_vector,
 )
 from dilated_attention_pytorch.checks import as_number, check_index_vector
-from dilated_attention_pytorch.execute.step import CacheTensors, held_table
+from dilated_attention_pytorch.execute.step import CacheTensors, held_tables
 from dilated_attention_pytorch.integers import as_integer
 from dilated_attention_pytorch.lengths import Lengths, index_tensor
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -95,7 +95,7 @@ class DilatedKVCache:
                 raise
             counts = torch.zeros(2, shape[0], dtype=torch.int64, device=keys.device)
             tokens_seen, rolled_back = (x.clone() for x in counts)
-            self._storage = CacheTensors(keys, values, tokens_seen, rolled_back, held_table(self._held, keys.device))
+            self._storage = CacheTensors(keys, values, tokens_seen, rolled_back, *held_tables(self._held, keys.device))
 
     @overload
     def attend(
@@ -141,7 +141,7 @@ class DilatedKVCache:
         return (out, lse) if return_lse else out
 
     def append(self, key: Tensor, value: Tensor, *, lengths: Lengths | None = None) -> None:
-        """Append a chunk without queries; the arguments are those of ``attend``. Nothing is read on the host."""
+        """Append a chunk without queries; the arguments are those of ``attend``."""
         check_chunk(None, key, value, self._storage.keys)
         cache_operators.run_append(self._held, self._storage, key, value, self._lengths(lengths))
 
@@ -178,13 +178,13 @@ class DilatedKVCache:
         """The memory that a cache of these sizes takes, without making it.
 
         >>> DilatedKVCache.max_nbytes(Dilated([2048, 2**20], [1, 512]), 1, 8, 64, dtype=torch.bfloat16)
-        8454368
+        8470880
         """
         held, shape, dtype = cache_sizes(
             pattern, batch_size, num_kv_heads, head_dim, dtype=dtype, max_tokens=max_tokens, max_rollback=max_rollback
         )
         integers = 2 * shape[0] + (5 + held.key_heads) * len(held.branches)
-        return 2 * keys_nbytes(shape, dtype) + 8 * integers
+        return 2 * keys_nbytes(shape, dtype) + 8 * integers + 4 * held.rows
 
     def reset(self, samples: int | Sequence[int] | Sequence[bool] | Tensor | None = None) -> None:
         """Forget all tokens of these samples, given by number or by a mask (B,), or of all samples if None.

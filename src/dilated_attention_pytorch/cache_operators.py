@@ -5,6 +5,7 @@ The choice between single tokens and chunks is made here, and so is that of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,11 +32,10 @@ def attend(
     held: HeldRows, storage: CacheTensors, inputs: Inputs, lengths: Tensor | None, scale: float
 ) -> Results:  # fmt: skip
     """The attention of a chunk, which is appended. Nothing is changed if an error is raised."""
-    n, host = inputs.key.shape[1], _checked(held, storage, inputs.key, lengths)
+    n, (positions, counts) = inputs.key.shape[1], _on_host(held, storage, inputs.key, lengths)
     if n > MOST_STEPS:
-        # The host knows the positions of a chunk of many tokens, so it also knows its lengths.
-        own = [n] * len(inputs.key) if lengths is None else host or host_lengths(lengths, n) or ()
-        results = chunk(held, storage, inputs.rows_contiguous(), own, scale, stock_kernel_of(inputs.query))
+        at = positions or storage.tokens_seen.tolist(), counts or (n,) * len(inputs.key)
+        results = chunk(held, storage, inputs.rows_contiguous(), at, scale, stock_kernel_of(inputs.query))
         append_(held, storage, inputs.key, inputs.value, lengths)
         return results
     lengths = None if lengths is None else lengths.to(inputs.key.device)
@@ -50,29 +50,31 @@ def attend(
 
 def append(held: HeldRows, storage: CacheTensors, key: Tensor, value: Tensor, lengths: Tensor | None) -> None:
     """Append a chunk. Nothing is changed if an error is raised."""
-    _checked(held, storage, key, lengths)
+    _on_host(held, storage, key, lengths)
     append_(held, storage, key, value, lengths)
 
 
-def _checked(
+def _on_host(
     held: HeldRows, storage: CacheTensors, key: Tensor, lengths: Tensor | None
-) -> tuple[int, ...] | None:  # fmt: skip
-    """The lengths, if the host can read them; raise if they do not fit, or if there are more tokens than promised.
+) -> tuple[Sequence[int] | None, Sequence[int] | None]:
+    """The positions and lengths of the samples, as far as they are read; raise if they are not valid.
 
-    Reading a tensor on a GPU would be a device synchronisation, which is avoided for few tokens.
+    Few tokens on a GPU are not checked, because reading a tensor there is a device synchronisation.
     """
-    n, most = key.shape[1], held.max_tokens
-    host = host_lengths(lengths, n) if lengths is not None and (lengths.device.type == "cpu" or n > MOST_STEPS) else None
-    if most is not None and (key.device.type == "cpu" or n > MOST_STEPS) and n > 0:
-        seen = storage.tokens_seen.tolist()
-        added = [n] * len(seen) if host is None else host
-        for sample, (before, more) in enumerate(zip(seen, added, strict=True)):
-            if before + more > most:
-                raise ValueError(
-                    f"the cache was made for at most max_tokens = {most} tokens per sample: sample {sample} has {before}, "
-                    f"got {more} more; make the cache with a larger max_tokens, or reset the sample"
-                )
-    return host
+    n, most, many = key.shape[1], held.max_tokens, key.shape[1] > MOST_STEPS
+    counts = None
+    if lengths is not None and (many or lengths.device.type == "cpu"):
+        counts = host_lengths(lengths, n)
+    if most is None or not (many or key.device.type == "cpu"):
+        return None, counts
+    positions = storage.tokens_seen.tolist()
+    for sample, (before, more) in enumerate(zip(positions, counts or (n,) * len(key), strict=True)):
+        if before + more > most:
+            raise ValueError(
+                f"the cache was made for at most max_tokens = {most} tokens per sample: sample {sample} has {before}, "
+                f"got {more} more; make the cache with a larger max_tokens, or reset the sample"
+            )
+    return positions, counts
 
 
 def stock_kernel_of(query: Tensor) -> TileKernel:
@@ -81,12 +83,12 @@ def stock_kernel_of(query: Tensor) -> TileKernel:
     return (EAGER if SDPA.why_not(request) else SDPA).kernel(request)
 
 
-_STATE = "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) tokens_seen, Tensor(d!) rolled_back, Tensor table"
+_STATE = "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) tokens_seen, Tensor(d!) rolled_back, Tensor table, Tensor branch"
 _HELD = "str pattern, int? max_tokens, int max_rollback"
 
 
 def _attend_operator(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    lengths, storage, (pattern, max_tokens, max_rollback, scale) = rest[0], CacheTensors(*rest[1:6]), rest[6:]
+    lengths, storage, (pattern, max_tokens, max_rollback, scale) = rest[0], CacheTensors(*rest[1:7]), rest[7:]
     held = HeldRows.of(Dilated.from_spec(pattern), key.shape[2], max_tokens, max_rollback)
     out, lse = attend(held, storage, Inputs(query, key, value), lengths, scale)
     return out, lse
@@ -99,7 +101,7 @@ def _attend_fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _append_operator(key: Tensor, value: Tensor, *rest: Any) -> None:
-    lengths, storage, (pattern, max_tokens, max_rollback) = rest[0], CacheTensors(*rest[1:6]), rest[6:]
+    lengths, storage, (pattern, max_tokens, max_rollback) = rest[0], CacheTensors(*rest[1:7]), rest[7:]
     held = HeldRows.of(Dilated.from_spec(pattern), key.shape[2], max_tokens, max_rollback)
     append(held, storage, key, value, lengths)
 

@@ -83,19 +83,23 @@ def equal_samples(positions: Sequence[int], lengths: Sequence[int]) -> dict[tupl
 
 
 def chunk(
-    held: HeldRows, storage: CacheTensors, inputs: Inputs, lengths: Sequence[int], scale: float, kernel: TileKernel
-) -> Results:
-    """The attention of a chunk. The storage is not changed: ``append_`` follows."""
+    held: HeldRows, storage: CacheTensors, inputs: Inputs, at: tuple[Sequence[int], Sequence[int]], scale: float,
+    kernel: TileKernel,
+) -> Results:  # fmt: skip
+    """The attention of a chunk, ``at`` the position and with the length of each sample.
+
+    The storage is not changed: ``append_`` follows.
+    """
     query = inputs.query
     batch, n, heads, _ = query.shape
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full((batch, heads, n), -torch.inf, dtype=accumulate_dtype(query.dtype), device=query.device)
-    for (position, length), samples in equal_samples(storage.tokens_seen.tolist(), lengths).items():
+    for (position, length), samples in equal_samples(*at).items():
         every = len(samples) == batch
-        at = slice(None) if every else samples
-        rows = [held_rows(branch, storage, at, position) for branch in held.branches]
-        results = attend_chunk(held, position, Inputs(*(x[at, :length] for x in inputs)), rows, scale, kernel)
+        own = slice(None) if every else samples
+        rows = [held_rows(branch, storage, own, position) for branch in held.branches]
+        results = attend_chunk(held, position, Inputs(*(x[own, :length] for x in inputs)), rows, scale, kernel)
         if every and length == n:
             return results
-        out[at, :length], lse[at, :, :length] = results
+        out[own, :length], lse[own, :, :length] = results
     return Results(out, lse)

@@ -15,50 +15,51 @@ from dilated_attention_pytorch.plan.held import HeldRows
 
 
 class CacheTensors(NamedTuple):
-    """The tensors of a cache. A step changes all but the table, in place."""
+    """The tensors of a cache. A step changes all but the last two, in place."""
 
     keys: Tensor  # (B, G, S, D)
     values: Tensor  # (B, G, S, D)
     tokens_seen: Tensor  # (B,) int64, the position of the next token
     rolled_back: Tensor  # (B,) int64, by how many tokens this position is before the furthest one that was reached
-    table: Tensor  # (5 + G, branches) int64, see ``held_table``
+    table: Tensor  # (5 + G, branches) int64, see ``held_tables``
+    branch: Tensor  # (S,) int32, the branch of each row
 
 
-def held_table(held: HeldRows, device: torch.device) -> Tensor:
-    """Segment length, rate, rows of a segment, slots, first row and the offset of each key head, for all branches."""
+def held_tables(held: HeldRows, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two constants of ``CacheTensors``.
+
+    The table has the segment length, rate, rows of a segment, slots, first row and offsets of each branch.
+    """
     columns = [(x.segment_length, x.dilation_rate, x.segment_rows, x.slots, x.first_row, *x.offsets) for x in held.branches]
-    return torch.tensor(columns, dtype=torch.int64).t().contiguous().to(device)
+    table = torch.tensor(columns, dtype=torch.int64, device="cpu").t().contiguous()
+    numbers = torch.arange(len(columns), dtype=torch.int32, device="cpu")
+    return table.to(device), numbers.repeat_interleave(table[3], output_size=held.rows).to(device)
 
 
-class _Branches(NamedTuple):
-    """The columns of the table, and how a value per branch becomes one per row of the storage."""
+class _Columns(NamedTuple):
+    """The columns of the table, for all branches or for all rows of the storage."""
 
-    w: Tensor  # (branches,)
+    w: Tensor  # (columns,)
     r: Tensor
     segment_rows: Tensor
     slots: Tensor
     first: Tensor
-    offsets: Tensor  # (G, branches)
-    rows: int
+    offsets: Tensor  # (G, columns)
 
     @staticmethod
-    def of(storage: CacheTensors) -> _Branches:
-        w, r, segment_rows, slots, first = storage.table[:5].unbind(0)
-        return _Branches(w, r, segment_rows, slots, first, storage.table[5:], storage.keys.shape[2])
-
-    def by_row(self, x: Tensor) -> Tensor:
-        """(..., branches) to (..., S)."""
-        return x.repeat_interleave(self.slots, dim=-1, output_size=self.rows)
+    def of(table: Tensor) -> _Columns:
+        w, r, segment_rows, slots, first = table[:5].unbind(0)
+        return _Columns(w, r, segment_rows, slots, first, table[5:])
 
     def number(self, position: Tensor) -> Tensor:
-        """(B,) positions to the numbers of their rows (B, branches)."""
+        """(B,) positions to the numbers of their rows (B, columns)."""
         position = position.unsqueeze(-1)
         return position // self.w * self.segment_rows + position % self.w // self.r
 
     def behind(self, number: Tensor) -> Tensor:
-        """How many numbers the newest row that a slot can hold is behind the last ``number`` (B, branches): (B, S)."""
-        slot = torch.arange(self.rows, device=self.w.device) - self.by_row(self.first)
-        return (self.by_row(number) - slot) % self.by_row(self.slots)
+        """How many numbers the newest row that a slot can hold is behind the last ``number``; both are (B, S)."""
+        slot = torch.arange(len(self.first), device=self.first.device) - self.first
+        return (number - slot) % self.slots
 
 
 def step(
@@ -69,13 +70,13 @@ def step(
     ``query`` is (B, H, D), ``key`` and ``value`` are (B, G, D), ``valid`` is (B,) bool. Other samples keep their state and
     get 0 and -inf. A token beyond ``max_tokens`` is not appended and gets NaN, because only the device knows its position.
     """
-    keys, values, tokens_seen, rolled_back, _ = storage
+    keys, values, tokens_seen, rolled_back, *_ = storage
     valid = torch.ones_like(tokens_seen, dtype=torch.bool) if valid is None else valid
     beyond = None
     if held.max_tokens is not None:
         beyond = valid & (tokens_seen >= held.max_tokens)
         valid = valid & ~beyond
-    branches = _Branches.of(storage)
+    branches, rows_of = _Columns.of(storage.table), storage.branch
     inside, number = tokens_seen.unsqueeze(-1) % branches.w, branches.number(tokens_seen)
     # Key heads and branches of which the token is a row, (B, G, branches).
     own = ((inside % branches.r).unsqueeze(1) == branches.offsets) & valid[:, None, None]
@@ -83,7 +84,9 @@ def step(
     for rows, row in ((keys, key), (values, value)):
         rows.scatter_(2, index, torch.where(own.unsqueeze(-1), row.unsqueeze(2), rows.gather(2, index)))
     # The rows of the token's segment, where it is a row itself, (B, G, S).
-    seen = branches.by_row(own) & (branches.behind(number) <= branches.by_row(inside // branches.r)).unsqueeze(1)
+    columns = _Columns.of(storage.table.index_select(1, rows_of))
+    near = columns.behind(number.index_select(1, rows_of)) <= (inside // branches.r).index_select(1, rows_of)
+    seen = own.index_select(2, rows_of) & near.unsqueeze(1)
     out, lse = _attend(query, keys, values, seen, scale)
     taken = valid.long()
     tokens_seen.add_(taken)
@@ -112,22 +115,20 @@ def append_(held: HeldRows, storage: CacheTensors, key: Tensor, value: Tensor, l
     For every slot, the position of the newest row that belongs there is computed. The row is copied if it is in the chunk.
     Rows beyond ``max_tokens`` are left out.
     """
-    keys, values, tokens_seen, rolled_back, _ = storage
+    keys, values, tokens_seen, rolled_back, *_ = storage
     n = key.shape[1]
     if n == 0:
         return
     count = torch.full_like(tokens_seen, n) if lengths is None else lengths.to(tokens_seen).clamp(0, n)
     if held.max_tokens is not None:
         count = torch.minimum(count, held.max_tokens - tokens_seen)
-    branches = _Branches.of(storage)
-    stop = tokens_seen + count
-    last = branches.number(stop - 1)
-    number = branches.by_row(last) - branches.behind(last)
-    segment_rows, w = branches.by_row(branches.segment_rows), branches.by_row(branches.w)
-    segment, row = number // segment_rows, number % segment_rows
-    inside = (row * branches.by_row(branches.r)).unsqueeze(1) + branches.by_row(branches.offsets)  # (B, G, S)
-    at = (segment * w - tokens_seen.unsqueeze(-1)).unsqueeze(1) + inside  # row of the chunk
-    new = (at >= 0) & (at < count[:, None, None]) & (inside < w)
+    columns = _Columns.of(storage.table.index_select(1, storage.branch))
+    last = columns.number(tokens_seen + count - 1)
+    number = last - columns.behind(last)
+    segment, row = number // columns.segment_rows, number % columns.segment_rows
+    inside = (row * columns.r).unsqueeze(1) + columns.offsets  # (B, G, S)
+    at = (segment * columns.w - tokens_seen.unsqueeze(-1)).unsqueeze(1) + inside  # row of the chunk
+    new = (at >= 0) & (at < count[:, None, None]) & (inside < columns.w)
     index = at.clamp_(0, n - 1).unsqueeze(-1).expand(*at.shape, keys.shape[3])
     new = new.unsqueeze(-1)
     for rows, given in ((keys, key), (values, value)):
