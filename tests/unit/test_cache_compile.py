@@ -100,3 +100,22 @@ def test_steps_read_no_values(n):
         cache.reset()
         with pytest.raises(DataDependentOutputException):
             cache.tokens_seen.tolist()
+
+
+def test_caches_of_other_sequences_share_the_graph():
+    """A compiled function takes the cache as an argument: a new sequence, or a reset one, needs no new graph."""
+    case = Sequences.of(PATTERN, 2, 20, 2)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def attend(cache, q, k, v):
+        return cache.attend(q, k, v, return_lse=True)
+
+    caches = [case.cache(), case.cache()]
+    for turn in range(2):
+        for i in range(20):
+            for cache in caches:
+                case.check(*attend(cache, *case.chunk(i, i + 1)), i, i + 1)
+        for cache in caches:
+            cache.reset([0, 1])
+        assert counter.frame_count == 1, turn

@@ -52,11 +52,11 @@ def test_rollback_and_going_on_is_never_having_gone(data):
 
 @pytest.mark.parametrize("most", [1, 8, 13, 40])
 def test_rollback_at_every_position(most):
-    """Chunks of different lengths at every distance from segment ends, taken back as far as possible."""
+    """A chunk at every distance from segment ends, taken back as a whole, before every single token."""
     case = Sequences.of(Dilated([5, 12], [1, 5]), 1, 120, 2)
-    for n in range(1, most + 1):
+    for n in {1, most}:
         cache = case.cache(max_rollback=most)
-        for start in range(40):
+        for start in range(25):
             cache.attend(*case.chunk(60, 60 + n))
             cache.rollback(n)
             case.check(*cache.attend(*case.chunk(start, start + 1), return_lse=True), start, start + 1)
@@ -95,6 +95,25 @@ def test_rollback_that_is_too_long(before, n, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         cache.rollback(n)
     assert state_of(cache) == state
+
+
+@pytest.mark.parametrize("n", [3, 9])
+@pytest.mark.parametrize("with_queries", [True, False])
+def test_tokens_after_a_rollback_do_not_make_older_rows_return(n, with_queries):
+    """The furthest position counts, not the tokens since the last rollback: rows before it have been overwritten."""
+    case = Sequences.of(Dilated([5, 24], [1, 2]), 1, 60, 2)
+    cache = case.cache(max_rollback=20)
+    cache.attend(*case.chunk(0, 40))
+    cache.rollback(15)
+    query, key, value = case.chunk(25, 25 + n)
+    if with_queries:
+        cache.attend(query, key, value)
+    else:
+        cache.append(key, value)
+    with pytest.raises(ValueError, match=re.escape(f"furthest position (40): got {n + 6} for sample 0")):
+        cache.rollback(n + 6)
+    cache.rollback(n + 5)
+    attend_all(case, cache, 20, [1, 12])
 
 
 def test_rollback_beyond_the_first_token():
