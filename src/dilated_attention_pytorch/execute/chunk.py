@@ -92,14 +92,16 @@ def chunk(
     """
     query = inputs.query
     batch, n, heads, _ = query.shape
+
+    def attend(position: int, length: int, samples: slice | list[int]) -> Results:
+        rows = [held_rows(branch, storage, samples, position) for branch in held.branches]
+        return attend_chunk(held, position, Inputs(*(x[samples, :length] for x in inputs)), rows, scale, kernel)
+
+    sets = equal_samples(*at)
+    if sets == {(at[0][0], n): [*range(batch)]}:
+        return attend(at[0][0], n, slice(None))
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full((batch, heads, n), -torch.inf, dtype=accumulate_dtype(query.dtype), device=query.device)
-    for (position, length), samples in equal_samples(*at).items():
-        every = len(samples) == batch
-        own = slice(None) if every else samples
-        rows = [held_rows(branch, storage, own, position) for branch in held.branches]
-        results = attend_chunk(held, position, Inputs(*(x[own, :length] for x in inputs)), rows, scale, kernel)
-        if every and length == n:
-            return results
-        out[own, :length], lse[own, :, :length] = results
+    for (position, length), samples in sets.items():
+        out[samples, :length], lse[samples, :, :length] = attend(position, length, samples)
     return Results(out, lse)
