@@ -95,7 +95,7 @@ def test_slots_keep_every_row_that_a_rollback_needs(data):
 
 @given(st.data())
 @settings(max_examples=25)
-def test_samples_of_other_lengths_are_as_if_alone(data):
+def test_samples_of_other_lengths_are_independent(data):
     """Chunks with a length for each sample: finished samples, samples that start later, empty chunks."""
     case = data.draw(sequences(batch=3, most=60))
     tokens = case.query.shape[1]
@@ -124,11 +124,11 @@ def test_the_bits_of_a_sample_do_not_depend_on_the_others(n):
     case = Sequences.of(pattern, 3, 80, 2, 2)
     query, key, value = (x.clone() for x in case[1:4])
     query[1], key[1, 10], value[1, 20] = torch.nan, torch.inf, torch.nan
-    together, alone = case.cache(), Sequences(pattern, *(x[2:] for x in case[1:])).cache()
+    together, single = case.cache(), Sequences(pattern, *(x[2:] for x in case[1:])).cache()
     for i in range(0, 80, n):
         own = slice(i, i + n)
         out = together.attend(query[:, own], key[:, own], value[:, own])
-        assert out[2:].equal(alone.attend(query[2:, own], key[2:, own], value[2:, own]))
+        assert out[2:].equal(single.attend(query[2:, own], key[2:, own], value[2:, own]))
         assert out[2].isfinite().all()
 
 
