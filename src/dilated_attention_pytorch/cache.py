@@ -96,6 +96,7 @@ class DilatedKVCache:
             counts = torch.zeros(2, shape[0], dtype=torch.int64, device=keys.device)
             tokens_seen, rolled_back = (x.clone() for x in counts)
             self._storage = CacheTensors(keys, values, tokens_seen, rolled_back, *held_tables(self._held, keys.device))
+        self._host = cache_operators.HostPositions([0] * shape[0])
 
     @overload
     def attend(
@@ -137,13 +138,13 @@ class DilatedKVCache:
         check_chunk(query, key, value, self._storage.keys)
         own, scale = self._lengths(lengths), as_number("scale", scale)
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        out, lse = cache_operators.run_attend(self._held, self._storage, Inputs(query, key, value), own, scale)
+        out, lse = cache_operators.run_attend(self._held, self._storage, Inputs(query, key, value), own, scale, self._host)
         return (out, lse) if return_lse else out
 
     def append(self, key: Tensor, value: Tensor, *, lengths: Lengths | None = None) -> None:
         """Append a chunk without queries; the arguments are those of ``attend``."""
         check_chunk(None, key, value, self._storage.keys)
-        cache_operators.run_append(self._held, self._storage, key, value, self._lengths(lengths))
+        cache_operators.run_append(self._held, self._storage, key, value, self._lengths(lengths), self._host)
 
     @property
     def tokens_seen(self) -> Tensor:
@@ -191,6 +192,7 @@ class DilatedKVCache:
 
         The next tokens of these samples begin at position 0.
         """
+        self._host.forget()
         counts = self._storage[2:4]
         if samples is None:
             for x in counts:
@@ -204,6 +206,7 @@ class DilatedKVCache:
         """Let sample ``b`` continue sample ``index[b]``, for the beams of a search. The tensors keep their addresses."""
         given = sample_vector("index", index, self._storage.keys, self.batch_size - 1)
         chosen = given.to(self.device, torch.int64)
+        self._host.forget()
         selected = [x.index_select(0, chosen) for x in self._storage[:4]]
         for x, new in zip(self._storage, selected, strict=False):
             x.copy_(new)
@@ -211,6 +214,7 @@ class DilatedKVCache:
     def repeat(self, n: int) -> None:
         """Make ``n`` samples of each one, next to each other as ``repeat_interleave`` does. The tensors are new ones."""
         n = as_integer("n", n, 1)
+        self._host.forget()
         with torch.inference_mode(False):
             repeated = {name: x.repeat_interleave(n, 0) for name, x in zip(TENSORS, self._storage, strict=False)}
             self._storage = self._storage._replace(**repeated)
@@ -234,6 +238,7 @@ class DilatedKVCache:
                     f"{most} tokens before its furthest position ({tokens + back}): got {count} for sample {sample}; "
                     "make a cache with a larger max_rollback, or load an earlier state_dict"
                 )
+        self._host.forget()
         change = torch.tensor(counts, dtype=torch.int64, device="cpu").to(self.device)
         self._storage.tokens_seen.sub_(change)
         self._storage.rolled_back.add_(change)
@@ -249,6 +254,7 @@ class DilatedKVCache:
         The tensors of the cache keep their addresses. A state for another pattern, size or dtype is refused.
         """
         tensors = checked_state(state, self._description(), self._storage)
+        self._host.forget()
         for x, name in zip(self._storage, TENSORS, strict=False):
             x.copy_(tensors[name])
 

@@ -9,7 +9,7 @@ Shape letters: B batch, n rows of a chunk, H query heads, G key heads, D head si
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ from dilated_attention_pytorch.values import Inputs, Results
 
 # Keys and values (b, rows, G, D) of the open segment of a branch: of each head its rows, one after the other.
 BranchRows = tuple[Tensor, Tensor]
+# The attention of tokens of these samples, which are all at this position.
+AttendSamples = Callable[[Sequence[int], int, Inputs], Results]
 
 
-def held_rows(branch: HeldBranch, storage: CacheTensors, samples: slice | list[int], position: int) -> BranchRows | None:
+def held_rows(branch: HeldBranch, storage: CacheTensors, samples: Sequence[int], position: int) -> BranchRows | None:
     """The rows that a branch holds of samples that are all at this position; views of the storage where possible."""
     count = -(-(position % branch.segment_length) // branch.dilation_rate)
     if count == 0:
@@ -35,7 +37,7 @@ def held_rows(branch: HeldBranch, storage: CacheTensors, samples: slice | list[i
     before_end = min(count, branch.first_row + branch.slots - start)
 
     def rows(x: Tensor) -> Tensor:
-        x = x[samples]
+        x = x if len(samples) == len(x) else x[list(samples)]
         own = x[:, :, start : start + before_end]
         if before_end < count:
             own = torch.cat((own, x[:, :, branch.first_row : branch.first_row + count - before_end]), 2)
@@ -82,26 +84,16 @@ def equal_samples(positions: Sequence[int], lengths: Sequence[int]) -> dict[tupl
     return dict(found)
 
 
-def chunk(
-    held: HeldRows, storage: CacheTensors, inputs: Inputs, at: tuple[Sequence[int], Sequence[int]], scale: float,
-    kernel: TileKernel,
-) -> Results:  # fmt: skip
-    """The attention of a chunk, ``at`` the position and with the length of each sample.
-
-    The storage is not changed: ``append_`` follows.
-    """
+def chunk(inputs: Inputs, at: tuple[Sequence[int], Sequence[int]], attend_samples: AttendSamples) -> Results:
+    """The attention of a chunk, ``at`` the position and with the length of each sample, one set of samples at a time."""
     query = inputs.query
     batch, n, heads, _ = query.shape
-
-    def attend(position: int, length: int, samples: slice | list[int]) -> Results:
-        rows = [held_rows(branch, storage, samples, position) for branch in held.branches]
-        return attend_chunk(held, position, Inputs(*(x[samples, :length] for x in inputs)), rows, scale, kernel)
-
     sets = equal_samples(*at)
-    if sets == {(at[0][0], n): [*range(batch)]}:
-        return attend(at[0][0], n, slice(None))
+    if list(sets.values()) == [list(range(batch))] and next(iter(sets))[1] == n:
+        return attend_samples(range(batch), next(iter(sets))[0], inputs)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.full((batch, heads, n), -torch.inf, dtype=accumulate_dtype(query.dtype), device=query.device)
     for (position, length), samples in sets.items():
-        out[samples, :length], lse[samples, :, :length] = attend(position, length, samples)
+        own = Inputs(*(x[samples, :length] for x in inputs))
+        out[samples, :length], lse[samples, :, :length] = attend_samples(samples, position, own)
     return Results(out, lse)
