@@ -8,6 +8,7 @@ if sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv:  # ``python -m`` import
     end_on_interrupt()
 
 from dilated_attention_pytorch.api import attention, attention_weights, dilated_attention
+from dilated_attention_pytorch.cache import DilatedKVCache
 from dilated_attention_pytorch.caches import clear_caches
 from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.explain import Explanation, explain
@@ -32,6 +33,7 @@ __all__ = [
     "BlockSparseRingDistributedDilatedAttention",
     "Dilated",
     "DilatedAttention",
+    "DilatedKVCache",
     "DistributedSparseConfig",
     "Explanation",
     "Hilbert",

@@ -28,6 +28,7 @@ CACHES = (
     Cache("orders.hilbert", "_copies", "how a Hilbert curve is made of smaller ones, two entries"),
     Cache("plan.tiles", "_head_runs", "arithmetic progressions of key heads by their offsets"),
     Cache("plan.tiles", "compile_plan", "plans by pattern, length and key heads"),
+    Cache("plan.held", "HeldRows.of", "where a key-value cache stores rows, by pattern and key heads"),
     Cache("plan.problem", "find_problem", "problems by their fields"),
     Cache("plan.problem", "_plans", "the plans of a problem's sequences"),
     Cache("plan.lists", "_given_rule", "given block lists by the identity of their tensors"),

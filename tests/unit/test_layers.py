@@ -20,9 +20,9 @@ LAYERS = (
     ("values", "checks", "call"),
     ("execute",),
     ("backends",),
-    ("operators",),
+    ("operators", "cache_operators"),
     ("distributed",),
-    ("api", "explain", "caches"),
+    ("api", "explain", "caches", "cache_checks", "cache"),
     ("nn",),
     ("cli", "compat"),
 )
@@ -30,6 +30,7 @@ LAYERS = (
 WITHOUT_TORCH = (
     "patterns/dilated.py",
     "plan/tiles.py",
+    "plan/held.py",
     "plan/sequences.py",
     "plan/dropout.py",
     "integers.py",

@@ -23,6 +23,7 @@ def test_public_surface():
         "BlockSparseRingDistributedDilatedAttention",
         "Dilated",
         "DilatedAttention",
+        "DilatedKVCache",
         "DistributedSparseConfig",
         "Explanation",
         "Hilbert",

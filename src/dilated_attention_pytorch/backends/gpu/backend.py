@@ -42,6 +42,10 @@ class TableBackend:
         """
         kernels = self.kernels(dilated=isinstance(problem.pattern, Dilated))
         with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+            if given is None and _is_last_row(problem, options):
+                from dilated_attention_pytorch.backends.gpu import decoding  # it imports triton
+
+                return decoding.last_row(problem.dilated, inputs, options.scale)
             results: Results = kernels.forward(problem, inputs, options, given)
         return results
 
@@ -75,6 +79,14 @@ class TableBackend:
         with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]
             found: Inputs = kernels.gradients(problem, inputs, dout, statistics, options, grads)
         return found
+
+
+def _is_last_row(problem: Problem, options: Options) -> bool:
+    """Whether a problem is one query at the end of whole sequences, which the decoding kernel computes."""
+    if problem.queries != 1 or not isinstance(problem.pattern, Dilated) or problem.pattern.torchscale_padding:
+        return False
+    usual = problem.branch is None and options.dropout is None and options.positions is None
+    return usual and type(problem) is Problem and problem.lengths is None and problem.cu_seqlens is None
 
 
 def _detached_gradients(kernels: ModuleType, problem: Problem, inputs: Inputs, saved: Saved, options: Options) -> Inputs:

@@ -15,7 +15,10 @@ FUSED = {"enable_fp_fusion": True}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelLaunch:
-    """``kernel[(programs,)](*tensors, *tables, *numbers, **constants)`` for any tensors, in the order of parameters."""
+    """``kernel[(programs,)](*tensors, *changing, *tables, *numbers, **constants)``, in the order of parameters.
+
+    It serves any tensors, and any values of ``changing`` numbers, which the kernel must not be specialised on.
+    """
 
     kernel: Any
     programs: int
@@ -25,9 +28,9 @@ class KernelLaunch:
     # The compiled kernel and its arguments behind the tensors, by everything else that Triton specialises a kernel on.
     compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=dict)
 
-    def first(self, kind: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
+    def first(self, kind: tuple[Any, ...], tensors: tuple[Tensor, ...], changing: tuple[int, ...]) -> None:
         """Launch through Triton, which may compile, and keep the compiled kernel."""
-        arguments = (*tensors, *self.tables, *self.numbers)
+        arguments = (*tensors, *changing, *self.tables, *self.numbers)
         compiled = self.kernel[(self.programs,)](*arguments, **self.constants, **FUSED)
         if compiled is None:  # the interpreter compiles nothing
             return
@@ -36,7 +39,7 @@ class KernelLaunch:
         self.compiled[kind] = compiled[(self.programs, 1, 1)], (*addresses, *self.numbers, *values)
 
 
-def launch(launches: Iterable[KernelLaunch], tensors: tuple[Tensor, ...]) -> None:
+def launch(launches: Iterable[KernelLaunch], tensors: tuple[Tensor, ...], changing: tuple[int, ...] = ()) -> None:
     """Launch kernels over the same tensors, one after the other.
 
     Triton specialises on the type of a tensor and on whether it starts at a multiple of 16 bytes. Compiled kernels get
@@ -49,10 +52,10 @@ def launch(launches: Iterable[KernelLaunch], tensors: tuple[Tensor, ...]) -> Non
     for one in launches:
         found = one.compiled.get(kind)
         if found is None:
-            one.first(kind, tensors)
+            one.first(kind, tensors, changing)
         else:
             run, values = found
-            run(*addresses, *values, stream=stream)
+            run(*addresses, *changing, *values, stream=stream)
 
 
 class _LaunchCache:
@@ -85,7 +88,8 @@ launch_cache = _LaunchCache(maxsize=4096)
 
 
 def launch_one(
-    kernel: Any, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], constants: dict[str, Any]
-) -> None:
-    """``kernel[(programs,)](*tensors, *numbers, **constants)``; the first of equal launches goes through Triton."""
-    launch((launch_cache.find(kernel, programs, numbers, constants),), tensors)
+    kernel: Any, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], constants: dict[str, Any],
+    changing: tuple[int, ...] = (),
+) -> None:  # fmt: skip
+    """``kernel[(programs,)](*tensors, *changing, *numbers, **constants)``; the first of equal launches uses Triton."""
+    launch((launch_cache.find(kernel, programs, numbers, constants),), tensors, changing)
