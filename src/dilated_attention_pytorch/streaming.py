@@ -55,11 +55,11 @@ class StreamSettings:
 
     tokens: int
     pattern: Dilated
-    heads: int = 8
-    head_dim: int = 64
-    dtype: torch.dtype = torch.bfloat16
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
-    chunk: int = 65536
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    chunk: int  # tokens of a call
     seed: int = 0
     rows: int = 64  # that are checked
 
@@ -100,7 +100,7 @@ class StreamPoint:
 
     position: int  # tokens that are done
     seconds: float  # that they took, without checkpoints and warm-up
-    memory_bytes: int  # the largest since the last point on a GPU; the resident memory on a CPU
+    memory_bytes: int  # the largest since the last point on a GPU; the resident memory on a CPU, 0 if not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +150,14 @@ class Stream:
         self.settings = settings
         branches, shape = settings.pattern.branches, (settings.heads, settings.head_dim)
         self.positions = checked_positions(settings.tokens, settings.rows, branches, settings.heads, settings.seed)
-        options = {"dtype": settings.dtype, "device": settings.device}
-        self._cache = DilatedKVCache(settings.pattern, 1, *shape, max_rollback=0, **options)  # type: ignore[arg-type]
-        size = min(settings.chunk, settings.tokens)
-        self._inputs = [torch.empty((1, size, *shape), **options) for _ in range(3)]  # type: ignore[call-overload]
-        self._columns = column_weights(settings.seed, shape[0] * shape[1], settings.device)
-        self._rows = torch.zeros((len(self.positions), *shape), **options)  # type: ignore[call-overload]
-        self._sum = torch.zeros((), dtype=torch.int64, device=settings.device)
+        dtype, device, size = settings.dtype, settings.device, min(settings.chunk, settings.tokens)
+        self._cache = DilatedKVCache(settings.pattern, 1, *shape, dtype=dtype, device=device, max_rollback=0)
+        self._inputs = [torch.empty((1, size, *shape), dtype=dtype, device=device) for _ in range(3)]
+        self._columns = column_weights(settings.seed, shape[0] * shape[1], device)
+        self._rows = torch.zeros((len(self.positions), *shape), dtype=dtype, device=device)
+        self._sum = torch.zeros((), dtype=torch.int64, device=device)
         self._position = 0
-        self._points = [StreamPoint(0, 0.0, _memory(settings.device)[0])]
+        self._points = [StreamPoint(0, 0.0, _memory(device)[0])]
         self._last = self._points[0], 0  # and the checksum there
         self._peak = self._points[0].memory_bytes
         self._warm_up_s = 0.0
@@ -237,7 +236,7 @@ class Stream:
         )  # fmt: skip
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, between two steps of ``run``. The file is complete at every moment: it is replaced at once."""
+        """Write a checkpoint between two steps of ``run``. The old file stays complete until the new one replaces it."""
         point, total = self._last
         assert point.position == self._position, "a checkpoint is written at a point"
         state = {
@@ -246,11 +245,14 @@ class Stream:
             "peak_bytes": self._peak, "warm_up_seconds": self._warm_up_s,
         }  # fmt: skip
         unfinished = path.with_name(f".{path.name}.unfinished")
-        with unfinished.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
         if os.name == "posix":  # the name is durable too
             folder = os.open(path.parent, os.O_RDONLY)
             try:

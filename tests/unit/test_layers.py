@@ -23,6 +23,7 @@ LAYERS = (
     ("operators", "cache_operators"),
     ("distributed",),
     ("api", "explain", "caches", "cache_checks", "cache"),
+    ("streaming_rows", "streaming_check", "streaming"),
     ("nn",),
     ("cli", "compat"),
 )

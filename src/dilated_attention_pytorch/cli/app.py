@@ -19,6 +19,7 @@ from rich.table import Table
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
 from dilated_attention_pytorch.cli.show import ORDERS, make_order, make_view
+from dilated_attention_pytorch.cli.stream import stream
 from dilated_attention_pytorch.cli.streams import interruptible
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ def show(
     console.print(f"{view.height} x {view.width} tokens, segments of {length:,}: mean perimeter of the bounding box")
     for name, drawn in orders.items():
         console.print(f"  {name:<9}  {view.perimeter(drawn):10,.1f}")
+
+
+app.command()(stream)
 
 
 def _check_output(path: Path, kind: str) -> None:

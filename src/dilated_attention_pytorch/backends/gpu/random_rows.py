@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu.kernels.random_rows import fill_kernel, sum_kernel
+from dilated_attention_pytorch.backends.gpu.launch import FUSED
 
 _WORDS = 1024  # of a program
 _ELEMENTS = 8192  # of a program of the checksum
@@ -19,7 +20,7 @@ def _numbers(counter: int, keys: tuple[int, int]) -> tuple[int, ...]:
 def fill_words(out: Tensor, counter: int, keys: tuple[int, int]) -> None:
     """Write the elements of the words from ``counter`` on to a contiguous tensor."""
     count = out.numel() // 4
-    fill_kernel[(-(-count // _WORDS),)](out, *_numbers(counter, keys), count, BLOCK=_WORDS)
+    fill_kernel[(-(-count // _WORDS),)](out, *_numbers(counter, keys), count, BLOCK=_WORDS, **FUSED)
 
 
 def sum_rows(bits: Tensor, columns: Tensor, first: int, keys: tuple[int, int]) -> Tensor:
@@ -29,5 +30,6 @@ def sum_rows(bits: Tensor, columns: Tensor, first: int, keys: tuple[int, int]) -
     padded = 1 << (width - 1).bit_length()
     block = max(1, _ELEMENTS // padded)
     sums = torch.empty(-(-rows // block), dtype=torch.int64, device=bits.device)
-    sum_kernel[(len(sums),)](bits, columns, sums, *_numbers(first, keys), rows, width, ROWS=block, WIDTH=padded)
+    numbers, constants = _numbers(first, keys), {"ROWS": block, "WIDTH": width, "PADDED": padded}
+    sum_kernel[(len(sums),)](bits, columns, sums, *numbers, rows, **constants, **FUSED)
     return sums.sum()

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import mix
 
-# A counter has more than 32 bits. It is passed as two numbers of the same type at every position, high * 2**24 + low, so that
+# A counter has more than 32 bits. It is passed as high * 2**24 + low, two numbers of the same type at every position. So
 # one compiled kernel serves all positions.
 COUNTERS = ["high", "low"]
 
@@ -32,13 +32,13 @@ def fill_kernel(OUT, high, low, a, b, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[*COUNTERS, "a", "b"])
-def sum_kernel(BITS, COLUMNS, SUMS, high, low, a, b, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The weighted sum of the integers of ROWS rows of ``width``, modulo 2**64."""
+def sum_kernel(BITS, COLUMNS, SUMS, high, low, a, b, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """The weighted sum of the integers of ROWS rows of WIDTH, modulo 2**64."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)
-    inside = (row < rows)[:, None] & (column < width)[None, :]
-    bits = tl.load(BITS + row[:, None] * width + column[None, :], mask=inside, other=0).to(tl.int64)
-    weights = tl.load(COLUMNS + column, mask=column < width, other=0)
+    column = tl.arange(0, PADDED)
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    bits = tl.load(BITS + row[:, None] * WIDTH + column[None, :], mask=inside, other=0).to(tl.int64)
+    weights = tl.load(COLUMNS + column, mask=column < WIDTH, other=0)
     sums = tl.sum(bits * weights[None, :], 1)
     own = words_at(high.to(tl.int64) * (1 << 24) + low + row, a, b) | 1
     tl.store(SUMS + tl.program_id(0), tl.sum(sums * own.to(tl.int64), 0))
