@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dilated_attention_pytorch.cache import DilatedKVCache
 from dilated_attention_pytorch.integers import as_integer
@@ -150,9 +151,9 @@ class Stream:
         self.settings = settings
         branches, shape = settings.pattern.branches, (settings.heads, settings.head_dim)
         self.positions = checked_positions(settings.tokens, settings.rows, branches, settings.heads, settings.seed)
-        dtype, device, size = settings.dtype, settings.device, min(settings.chunk, settings.tokens)
+        dtype, device = settings.dtype, settings.device
         self._cache = DilatedKVCache(settings.pattern, 1, *shape, dtype=dtype, device=device, max_rollback=0)
-        self._inputs = [torch.empty((1, size, *shape), dtype=dtype, device=device) for _ in range(3)]
+        self._inputs: tuple[Tensor, ...] = ()  # memory for query, key and value of a chunk
         self._columns = column_weights(settings.seed, shape[0] * shape[1], device)
         self._rows = torch.zeros((len(self.positions), *shape), dtype=dtype, device=device)
         self._sum = torch.zeros((), dtype=torch.int64, device=device)
@@ -197,10 +198,14 @@ class Stream:
         """Make, attend to and add up one chunk."""
         first, seed = self._position, self.settings.seed
         n = min(self.settings.chunk, self.settings.tokens - first)
-        chunk = [x[:, :n] for x in self._inputs]
+        if not self._inputs:
+            shape = 1, min(self.settings.chunk, self.settings.tokens), self.settings.heads, self.settings.head_dim
+            how = self.settings.dtype, self.settings.device
+            self._inputs = tuple(torch.empty(shape, dtype=how[0], device=how[1]) for _ in range(3))
+        query, key, value = chunk = [x[:, :n] for x in self._inputs]
         for tensor, x in zip((QUERY, KEY, VALUE), chunk, strict=True):
             fill_rows(x[0], seed, tensor, first)
-        out = self._cache.attend(*chunk)
+        out = self._cache.attend(query, key, value)
         self._sum += checksum(out[0], self._columns, seed, first)
         for i, position in enumerate(self.positions):
             if first <= position < first + n:
@@ -211,10 +216,10 @@ class Stream:
         """Run the first chunks of another stream, so that kernels are compiled before the time starts."""
         start = time.perf_counter()
         other = Stream(self.settings)
-        other._inputs = self._inputs
         for _ in range(_WARM_UP):
             if other._position < self.settings.tokens:
                 other._step()
+        self._inputs = other._inputs
         torch.cuda.synchronize(self.settings.device)
         self._warm_up_s += time.perf_counter() - start
 

@@ -44,19 +44,3 @@ def test_a_run_passes_its_check_and_goes_on_from_a_checkpoint(tmp_path, dtype):
     assert again.result().checksum == result.checksum
     assert again.result().checked == result.checked
     assert points[-1].position == 300_000
-
-
-def test_one_kernel_serves_all_positions():
-    from dilated_attention_pytorch.backends.gpu.kernels.random_rows import fill_kernel, sum_kernel
-
-    def made() -> int:
-        return sum(len(found[0]) for kernel in (fill_kernel, sum_kernel) for found in kernel.device_caches.values())
-
-    out = torch.empty(64, 8, 64, dtype=torch.bfloat16, device=CUDA)
-    columns = rows_of.column_weights(0, 512, CUDA)
-    counts = []
-    for first in (0, 1, 64, 2**20, 2**29, 2**33 + 1):
-        rows_of.fill_rows(out, 0, rows_of.KEY, first)
-        rows_of.checksum(out, columns, 0, first)
-        counts.append(made())
-    assert counts == counts[:1] * 6

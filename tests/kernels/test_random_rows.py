@@ -37,3 +37,15 @@ def test_checksums_are_equal(width, dtype):
     expected = rows_of.checksum(out, columns, seed, first)
     bits = out[:, 0].view({2: torch.int16, 4: torch.int32, 8: torch.int64}[out.element_size()]).to(DEVICE)
     assert int(sum_rows(bits, columns.to(DEVICE), first, rows_of.word_keys(seed, rows_of.ROW_WEIGHT))) == int(expected)
+
+
+@pytest.mark.parametrize("counter", [0, 1, 2**24 - 1, 2**24, 2**31, 2**40 + 3, 2**54])
+def test_numbers_have_the_same_type_at_every_position(counter):
+    """Otherwise Triton would compile another kernel in the middle of a stream."""
+    from dilated_attention_pytorch.backends.gpu.random_rows import _numbers
+
+    keys = rows_of.word_keys(counter, 1)
+    high, low, *words = numbers = _numbers(counter, keys)
+    assert all(-(2**31) <= x < 2**31 for x in numbers)
+    assert high * 2**24 + low == counter
+    assert tuple(x % 2**32 for x in words) == keys

@@ -9,7 +9,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.primitives import mix
 
 # A counter has more than 32 bits. It is passed as high * 2**24 + low, two numbers of the same type at every position. So
 # one compiled kernel serves all positions.
-COUNTERS = ["high", "low"]
+NUMBERS = ["high", "low", "a", "b", "count"]
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def words_at(counter, a, b):
     return mix(mix(low) ^ ((counter >> 32).to(tl.uint32) + b.to(tl.uint32)))
 
 
-@triton.jit(do_not_specialize=[*COUNTERS, "a", "b"])
+@triton.jit(do_not_specialize=NUMBERS)
 def fill_kernel(OUT, high, low, a, b, count, BLOCK: tl.constexpr):
     """Write the four elements of each of ``count`` words."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -31,12 +31,12 @@ def fill_kernel(OUT, high, low, a, b, count, BLOCK: tl.constexpr):
     tl.store(at, elements.to(OUT.dtype.element_ty), mask=(index < count)[:, None])
 
 
-@triton.jit(do_not_specialize=[*COUNTERS, "a", "b"])
-def sum_kernel(BITS, COLUMNS, SUMS, high, low, a, b, rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+@triton.jit(do_not_specialize=NUMBERS)
+def sum_kernel(BITS, COLUMNS, SUMS, high, low, a, b, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """The weighted sum of the integers of ROWS rows of WIDTH, modulo 2**64."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
-    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    inside = (row < count)[:, None] & (column < WIDTH)[None, :]
     bits = tl.load(BITS + row[:, None] * WIDTH + column[None, :], mask=inside, other=0).to(tl.int64)
     weights = tl.load(COLUMNS + column, mask=column < WIDTH, other=0)
     sums = tl.sum(bits * weights[None, :], 1)
