@@ -6,6 +6,7 @@ begin at multiples of the chunk's length, so that a run that was stopped goes on
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -195,7 +196,12 @@ class Stream:
             yield point
 
     def _step(self) -> None:
-        """Make, attend to and add up one chunk."""
+        """Make, attend to and add up one chunk, on the device of the settings."""
+        device = self.settings.device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            self._attend()
+
+    def _attend(self) -> None:
         first, seed = self._position, self.settings.seed
         n = min(self.settings.chunk, self.settings.tokens - first)
         if not self._inputs:

@@ -45,9 +45,9 @@ def tolerance(dtype: torch.dtype) -> float:
 def checked_positions(tokens: int, rows: int, branches: Branches, heads: int, seed: int) -> tuple[int, ...]:
     """At most ``rows`` positions, ascending.
 
-    They are the first and the last one, 2**29 if there is one, and ends and starts of segments of each branch, in up to
-    five eighths of the rows. The others are random by the seed. Each of them is moved to a row of a random head in one of
-    the branches in turn, because few positions belong to a branch with a large rate.
+    Up to five eighths are the first and the last one, 2**29 if there is one, and ends and starts of segments of branches.
+    The others are random by the seed. Few positions belong to a branch with a large rate. So each of the others is moved to
+    a row of a random head in a branch, and the branches take turns.
     """
     chosen = [0, tokens - 1, _SPECIAL]
     for w, r in reversed(branches):
@@ -86,8 +86,8 @@ def head_keys(position: int, head: int, branches: Branches) -> Tensor:
 def check_row(out: Tensor, position: int, branches: Branches, seed: int, limit: float) -> CheckedRow:
     """Compare the results ``out`` (H, D) of a position with the definition.
 
-    The error of a head is the norm of the difference, over the root of the sum of the squared norms of the terms
-    ``weight * value``. This is the size of the result of a row whose values are random.
+    The error of a head is the norm of the difference, divided by the expected norm of the result. Values are random with
+    mean 0. So the latter is the root of the sum of the squared norms of the terms ``weight * value``.
     """
     heads, d = shape = out.shape[0], out.shape[1]
     here, actual = torch.tensor([position], device="cpu"), out.to("cpu", torch.float64)

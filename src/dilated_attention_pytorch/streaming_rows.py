@@ -12,8 +12,8 @@ So an element is one of 256 values from -255 / 128 to 255 / 128, with mean 0 and
 exact in bfloat16, float16, float32 and float64.
 
 The checksum of results takes its weights from the same words, so that it depends on every bit and on where the bit is. The
-bits of an element are a signed integer x. With ``row = word(ROW_WEIGHT, position) | 1`` and
-``column = word(COLUMN_WEIGHT, head * D + d) | 1``, it is the sum of ``row * column * x`` over all elements, modulo 2**64.
+bits of an element are a signed integer x. Its row has the weight ``word(ROW_WEIGHT, position) | 1``, its column the weight
+``word(COLUMN_WEIGHT, head * D + d) | 1``. The checksum is the sum of ``row * column * x`` over all elements, modulo 2**64.
 """
 
 from __future__ import annotations

@@ -183,6 +183,23 @@ def test_a_stream_is_the_reference():
     assert result.cache_bytes == DilatedKVCache.max_nbytes(PATTERN, 1, 4, 8, dtype=torch.float64, max_rollback=0)
 
 
+def test_positions_past_2_to_the_31(tmp_path):
+    """All segments begin at 2**31, so a run that starts there with nothing held is exact."""
+    start, path = 2**31, tmp_path / "state"
+    settings = dataclasses.replace(SMALL, tokens=start + 700, dtype=torch.float64)
+    Stream(settings).save(path)
+    state = torch.load(path, weights_only=True)
+    state["cache"]["tokens_seen"].fill_(start)
+    state["points"] = [(0, 0.0, 0), (start, 1.0, 0)]
+    torch.save(state, path)
+    run = Stream(settings)
+    run.load(path)
+    checked = [row for row in finish(run).result().checked if row.position >= start]
+    assert len(checked) >= 6
+    assert all(row.passed for row in checked)
+    assert checked[-1].position == start + 699
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_within_the_tolerance(dtype):
     result = finish(Stream(dataclasses.replace(SMALL, dtype=dtype, tokens=300, head_dim=16))).result()

@@ -1,4 +1,7 @@
-"""Launches of the kernels that make the random rows of a stream and the checksum of its results."""
+"""Launches of the kernels that make the random rows of a stream and the checksum of its results.
+
+Tensors are on the current device.
+"""
 
 from __future__ import annotations
 
