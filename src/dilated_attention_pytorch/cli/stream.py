@@ -242,7 +242,8 @@ def _mib(size: int) -> str:
 
 def _title(settings: StreamSettings) -> str:
     dtype = str(settings.dtype).removeprefix("torch.")
-    return f"{settings.tokens:,} tokens, {settings.heads} heads of size {settings.head_dim}, {dtype}, {_device(settings)}"
+    heads = f"{settings.heads} head{'s' * (settings.heads != 1)} of size {settings.head_dim}"
+    return f"{settings.tokens:,} tokens, {heads}, {dtype}, {_device(settings)}"
 
 
 def _device(settings: StreamSettings) -> str:
@@ -263,6 +264,7 @@ def _rate(tokens_per_second: float | None) -> str:
 def _table(settings: StreamSettings, result: StreamResult) -> Table:
     """The figures, one per line. A figure that the run has not reached is a dash."""
     ratio = _ratio(result)
+    compiling = f", and {result.warm_up_seconds:,.2f} s before to compile kernels" if result.warm_up_seconds else ""
     worst = max(result.checked, key=lambda row: (not row.passed, row.error), default=None)
     error = "" if worst is None else f", largest error {worst.error:.1e} at position {worst.position:,}"
     lengths, rates = (", ".join(map(str, x)) for x in (settings.pattern.segment_lengths, settings.pattern.dilation_rates))
@@ -273,7 +275,7 @@ def _table(settings: StreamSettings, result: StreamResult) -> Table:
         ("segment lengths", lengths),
         ("dilation rates", rates),
         ("tokens", f"{result.point.position:,}"),
-        ("time", f"{result.point.seconds:,.2f} s, and {result.warm_up_seconds:,.2f} s to compile kernels"),
+        ("time", f"{result.point.seconds:,.2f} s{compiling}"),
         ("rate", _rate(result.tokens_per_second)),
         ("first tenth", _rate(result.first_tenth)),
         ("last tenth", _rate(result.last_tenth) + ("" if ratio is None else f", {ratio:.3f} of the first")),
