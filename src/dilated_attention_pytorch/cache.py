@@ -19,7 +19,7 @@ from dilated_attention_pytorch.cache_checks import (
     sample_vector,
 )
 from dilated_attention_pytorch.checks import as_number, check_index_vector
-from dilated_attention_pytorch.execute.step import CacheTensors, held_tables
+from dilated_attention_pytorch.execute.step import CacheTensors, counters, held_tables
 from dilated_attention_pytorch.integers import as_integer
 from dilated_attention_pytorch.lengths import Lengths, index_tensor
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -95,7 +95,8 @@ class DilatedKVCache:
                 raise
             counts = torch.zeros(2, shape[0], dtype=torch.int64, device=keys.device)
             tokens_seen, rolled_back = (x.clone() for x in counts)
-            self._storage = CacheTensors(keys, values, tokens_seen, rolled_back, *held_tables(self._held, keys.device))
+            tables = held_tables(self._held, keys.device)
+            self._storage = CacheTensors(keys, values, tokens_seen, rolled_back, *tables, counters(keys))
         self._host = cache_operators.HostPositions([0] * shape[0])
 
     @overload
@@ -179,13 +180,13 @@ class DilatedKVCache:
         """The memory that a cache of these sizes takes, without making it.
 
         >>> DilatedKVCache.max_nbytes(Dilated([2048, 2**20], [1, 512]), 1, 8, 64, dtype=torch.bfloat16)
-        8470880
+        8470916
         """
         held, shape, dtype = cache_sizes(
             pattern, batch_size, num_kv_heads, head_dim, dtype=dtype, max_tokens=max_tokens, max_rollback=max_rollback
         )
         integers = 2 * shape[0] + (5 + held.key_heads) * len(held.branches)
-        return 2 * keys_nbytes(shape, dtype) + 8 * integers + 4 * held.rows
+        return 2 * keys_nbytes(shape, dtype) + 8 * integers + 4 * (held.rows + shape[0] * (shape[1] + 1))
 
     def reset(self, samples: int | Sequence[int] | Sequence[bool] | Tensor | None = None) -> None:
         """Forget all tokens of these samples, given by number or by a mask (B,), or of all samples if None.
@@ -217,7 +218,7 @@ class DilatedKVCache:
         self._host.forget()
         with torch.inference_mode(False):
             repeated = {name: x.repeat_interleave(n, 0) for name, x in zip(TENSORS, self._storage, strict=False)}
-            self._storage = self._storage._replace(**repeated)
+            self._storage = self._storage._replace(**repeated, arrived=counters(repeated["keys"]))
 
     def rollback(self, n: int | Lengths) -> None:
         """Take back the last ``n`` tokens of every sample, or ``n[b]`` of sample ``b``, as speculative decoding needs it.

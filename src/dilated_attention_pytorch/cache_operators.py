@@ -5,8 +5,9 @@ The choice between single tokens and chunks is made here, and so is that of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from dilated_attention_pytorch.backends.gpu import chunks as fused
 from dilated_attention_pytorch.backends.gpu.backend import TableBackend
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.backends.sdpa import SDPA
+from dilated_attention_pytorch.backends.targets import capability_of
 from dilated_attention_pytorch.backends.triton.backend import TRITON
 from dilated_attention_pytorch.dispatch import define_operator
 from dilated_attention_pytorch.dtypes import accumulate_dtype
+from dilated_attention_pytorch.execute import step
 from dilated_attention_pytorch.execute.chunk import AttendSamples, attend_chunk, chunk, held_rows
-from dilated_attention_pytorch.execute.step import CacheTensors, append_, step
+from dilated_attention_pytorch.execute.step import CacheTensors
 from dilated_attention_pytorch.lengths import host_lengths
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.held import HeldRows
@@ -29,7 +32,6 @@ from dilated_attention_pytorch.values import Inputs, Results
 
 # Chunks of at most this many tokens are computed one token after the other, without a device synchronisation.
 MOST_STEPS = 8
-Step = Callable[..., tuple[Tensor, Tensor]]  # see execute/step.py
 
 
 class HostPositions:
@@ -72,7 +74,7 @@ def attend(
         assert counts is not None
         at, kernel = (host.read(storage), counts), _chunk_kernel(held, storage, inputs.query, scale)
         results = chunk(inputs.rows_contiguous(), at, kernel)
-        append_(held, storage, inputs.key, inputs.value, lengths)
+        _single_tokens(inputs.key).append_(held, storage, inputs.key, inputs.value, lengths)
     else:
         results = _attend_tokens(held, storage, inputs, lengths, scale)
     host.add(counts, inputs.key.device)
@@ -83,12 +85,13 @@ def _attend_tokens(
     held: HeldRows, storage: CacheTensors, inputs: Inputs, lengths: Tensor | None, scale: float
 ) -> Results:  # fmt: skip
     """The attention of few tokens, one after the other."""
-    attend_token = _step_kernel(Request.like(inputs.query))
+    query, key, value = inputs
+    attend_token = _single_tokens(key).step
     lengths = None if lengths is None else lengths.to(inputs.key.device)
     tokens = []
-    for i in range(inputs.key.shape[1]):
+    for i in range(key.shape[1]):
         valid = None if lengths is None else lengths > i
-        tokens.append(attend_token(held, storage, inputs.query[:, i], inputs.key[:, i], inputs.value[:, i], valid, scale))
+        tokens.append(attend_token(held, storage, query[:, i], key[:, i], value[:, i], valid, scale))
     if not tokens:
         return Results(*_attend_fake(*inputs))
     if len(tokens) == 1:
@@ -102,7 +105,7 @@ def append(
 ) -> None:
     """Append a chunk. Nothing is changed if an error is raised."""
     counts = _checked_counts(held, storage, key, lengths, host)
-    append_(held, storage, key, value, lengths)
+    _single_tokens(key).append_(held, storage, key, value, lengths)
     host.add(counts, key.device)
 
 
@@ -145,22 +148,29 @@ def _chunk_kernel(held: HeldRows, storage: CacheTensors, query: Tensor, scale: f
     return attend_samples
 
 
+def _single_tokens(key: Tensor) -> ModuleType:
+    """The module that computes single tokens and appends: in one launch where Triton kernels are possible."""
+    return _tokens_module(key.device, key.dtype, key.shape[-1])
+
+
 @lru_cache(maxsize=64)
-def _step_kernel(request: Request) -> Step:
-    """What computes single tokens."""
-    if request.device != "cuda" or TRITON.why_not(request):
+def _tokens_module(device: torch.device, dtype: torch.dtype, head_dim: int) -> ModuleType:
+    if device.type != "cuda" or TRITON.why_not(Request(device.type, capability_of(device), dtype, head_dim)):
         return step
     from dilated_attention_pytorch.backends.gpu import decoding  # it imports triton
 
-    return decoding.step
+    return decoding
 
 
-_STATE = "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) tokens_seen, Tensor(d!) rolled_back, Tensor table, Tensor branch"
+_STATE = (
+    "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) tokens_seen, Tensor(d!) rolled_back, Tensor table, Tensor branch, "
+    "Tensor(e!) arrived"
+)
 _HELD = "str pattern, int? max_tokens, int max_rollback"
 
 
 def _attend_operator(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    lengths, storage, (pattern, max_tokens, max_rollback, scale) = rest[0], CacheTensors(*rest[1:7]), rest[7:]
+    lengths, storage, (pattern, max_tokens, max_rollback, scale) = rest[0], CacheTensors(*rest[1:8]), rest[8:]
     held = HeldRows.of(Dilated.from_spec(pattern), key.shape[2], max_tokens, max_rollback)
     out, lse = attend(held, storage, Inputs(query, key, value), lengths, scale, HostPositions())
     return out, lse
@@ -173,7 +183,7 @@ def _attend_fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _append_operator(key: Tensor, value: Tensor, *rest: Any) -> None:
-    lengths, storage, (pattern, max_tokens, max_rollback) = rest[0], CacheTensors(*rest[1:7]), rest[7:]
+    lengths, storage, (pattern, max_tokens, max_rollback) = rest[0], CacheTensors(*rest[1:8]), rest[8:]
     held = HeldRows.of(Dilated.from_spec(pattern), key.shape[2], max_tokens, max_rollback)
     append(held, storage, key, value, lengths, HostPositions())
 

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.plan.held import HeldRows
 
 
 class CacheTensors(NamedTuple):
-    """The tensors of a cache. A step changes all but the last two, in place."""
+    """The tensors of a cache. A step changes all but the two tables, in place."""
 
     keys: Tensor  # (B, G, S, D)
     values: Tensor  # (B, G, S, D)
@@ -23,6 +23,7 @@ class CacheTensors(NamedTuple):
     rolled_back: Tensor  # (B,) int64, by how many tokens this position is before the furthest one that was reached
     table: Tensor  # (5 + G, branches) int64, see ``held_tables``
     branch: Tensor  # (S,) int32, the branch of each row
+    arrived: Tensor  # (B * G + B,) int32, zeros between steps: counters of the decoding kernel
 
 
 def held_tables(held: HeldRows, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -34,6 +35,11 @@ def held_tables(held: HeldRows, device: torch.device) -> tuple[Tensor, Tensor]:
     table = torch.tensor(columns, dtype=torch.int64, device="cpu").t().contiguous()
     numbers = torch.arange(len(columns), dtype=torch.int32, device="cpu")
     return table.to(device), numbers.repeat_interleave(table[3], output_size=held.rows).to(device)
+
+
+def counters(keys: Tensor) -> Tensor:
+    """``CacheTensors.arrived`` for these keys."""
+    return torch.zeros(keys.shape[0] * (keys.shape[1] + 1), dtype=torch.int32, device=keys.device)
 
 
 class _Columns(NamedTuple):

@@ -8,16 +8,20 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.backends.gpu.kernels.append import append_kernel
 from dilated_attention_pytorch.backends.gpu.kernels.decode import decode_kernel
 from dilated_attention_pytorch.backends.gpu.launch import launch_one
-from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, padded
+from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, exact_products, padded
 from dilated_attention_pytorch.backends.gpu.tables import keep_for_device
 from dilated_attention_pytorch.execute.step import CacheTensors, held_tables
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.held import HeldRows
 from dilated_attention_pytorch.values import Inputs, Results
 
-_BLOCK_BYTES = 2**14  # of the keys of one program: one sample of 12 heads gives work to a whole GPU
+BLOCK_BYTES = 2**13  # of the keys that a program reads at a time, and as many of values
+PROGRAMS = 6  # for each multiprocessor: one sample of 12 heads gives work to a whole GPU
+MOST_SPLITS = 64  # programs of a key head, whose partial results one program merges
+WARPS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +32,7 @@ class _Rows:
     values: Tensor
     strides: tuple[int, ...]  # of samples, rows and heads, of keys and then of values
     table: Tensor  # see execute/step.py
-    counts: tuple[int, ...]  # the most rows of a key head in each branch
+    most_rows: int  # of a key head, over all branches
     position: int = 0  # of the token, unless a cache knows it
     cache: CacheTensors | None = None
     valid: Tensor | None = None
@@ -36,15 +40,14 @@ class _Rows:
 
 
 @lru_cache(maxsize=64)
-def _blocks(counts: tuple[int, ...], block_n: int, device: torch.device) -> Tensor:
-    """The branch and the first row of each block, for branches with so many rows."""
-    blocks = [(branch, first) for branch, count in enumerate(counts) for first in range(0, count, block_n)]
-    return torch.tensor(blocks, dtype=torch.int32, device="cpu").to(device)
-
-
-@lru_cache(maxsize=64)
 def _table(pattern: Dilated, key_heads: int, device: torch.device) -> Tensor:
     return held_tables(HeldRows.of(pattern, key_heads, 1), device)[0]
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    """Of a GPU; the interpreter pretends to have few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def step(
@@ -52,22 +55,43 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """``execute.step.step`` in one launch."""
     b, g, n, _ = storage.keys.stride()
-    counts = tuple(branch.segment_rows for branch in held.branches)
     rows = _Rows(
-        storage.keys, storage.values, (b, n, g) * 2, storage.table, counts,
+        storage.keys, storage.values, (b, n, g, b, n, g), storage.table, storage.keys.shape[2],
         cache=storage, valid=valid, max_tokens=held.max_tokens,
     )  # fmt: skip
-    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+    device = query.device.index
+    if device is None or device == torch.cuda.current_device():
         return _launch(rows, Inputs(query, key, value), scale)
+    with torch.cuda.device(device):  # Triton launches on the current device
+        return _launch(rows, Inputs(query, key, value), scale)
+
+
+def append_(held: HeldRows, storage: CacheTensors, key: Tensor, value: Tensor, lengths: Tensor | None) -> None:
+    """``execute.step.append_`` in one launch, and what counts the tokens."""
+    (batch, n, key_heads, head_dim), rows = key.shape, storage.keys.shape[2]
+    if n == 0:
+        return
+    seen = storage.tokens_seen
+    counts = torch.full_like(seen, n) if lengths is None else lengths.to(seen).clamp(0, n)
+    if held.max_tokens is not None:
+        counts = torch.minimum(counts, held.max_tokens - seen)
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    tensors = key, value, storage.keys, storage.values, seen, counts, storage.table, storage.branch
+    numbers = storage.table.shape[1], rows, key_heads, *key.stride()[:3], *value.stride()[:3]
+    constants = {"D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_R": 32}
+    with torch.cuda.device_of(key):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        launch_one(append_kernel, -(-rows // 32) * batch * key_heads, tensors, numbers, constants)
+    seen.add_(counts)
+    storage.rolled_back.sub_(counts).clamp_(min=0)
 
 
 def last_row(pattern: Dilated, inputs: Inputs, scale: float) -> Results:
     """The attention of the last row of a sequence: ``query`` (B, 1, H, D), ``key`` and ``value`` (B, M, G, D)."""
     (query, key, value), length = inputs, inputs.key.shape[1]
-    counts = tuple(-(-min(w, length) // r) for w, r in pattern.branches)
+    most_rows = sum(-(-min(w, length) // r) for w, r in pattern.branches)
     table = _table(pattern, key.shape[2], key.device)
     keep_for_device(table, (table,))
-    rows = _Rows(key, value, (*key.stride()[:3], *value.stride()[:3]), table, counts, length - 1)
+    rows = _Rows(key, value, (*key.stride()[:3], *value.stride()[:3]), table, most_rows, length - 1)
     out, lse = _launch(rows, Inputs(query[:, 0], key[:, -1], value[:, -1]), scale)
     return Results(out.unsqueeze(1), lse.unsqueeze(-1))
 
@@ -76,28 +100,31 @@ def _launch(rows: _Rows, token: Inputs, scale: float) -> tuple[Tensor, Tensor]:
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in token)
     (batch, heads, head_dim), key_heads, device = query.shape, key.shape[1], query.device
     block_d = padded(head_dim)
-    block_n = max(16, _BLOCK_BYTES // (block_d * key.element_size()))
-    blocks = _blocks(rows.counts, block_n, device)
-    keep_for_device(blocks, (blocks,))
-    count = len(blocks)
+    block_n = max(16, BLOCK_BYTES // (block_d * key.element_size()))
+    programs = PROGRAMS * _multiprocessors(device) // (batch * key_heads)
+    splits = max(1, min(programs, -(-rows.most_rows // block_n), MOST_SPLITS))
     out = torch.empty((batch, heads, head_dim), dtype=query.dtype, device=device)
     lse = torch.empty((batch, heads), dtype=torch.float32, device=device)
-    partial_out = torch.empty((batch, heads, count, block_d), dtype=torch.float32, device=device)
-    partial_lse = torch.empty((batch, heads, count), dtype=torch.float32, device=device)
-    arrived = torch.zeros(batch * (key_heads + 1), dtype=torch.int32, device=device)
-    # The kernel does not read what stands for the tensors of a cache.
-    seen, rolled_back = (rows.table, rows.table) if rows.cache is None else rows.cache[2:4]
-    valid = seen if rows.valid is None else rows.valid
+    partial = torch.empty((batch, heads, splits, block_d + 1), dtype=torch.float32, device=device)
+    if rows.cache is None:  # the kernel does not read what stands for the tensors of a cache
+        seen = rolled_back = rows.table
+        arrived = torch.zeros(batch * (key_heads + 1), dtype=torch.int32, device=device)
+    else:
+        seen, rolled_back, arrived = rows.cache.tokens_seen, rows.cache.rolled_back, rows.cache.arrived
     tensors = (
-        query, key, value, rows.keys, rows.values, seen, rolled_back, valid, out, lse, partial_out, partial_lse, arrived,
-        rows.table, blocks,
+        query, key, value, rows.keys, rows.values, seen, rolled_back, seen if rows.valid is None else rows.valid,
+        out, lse, partial, arrived, rows.table,
     )  # fmt: skip
-    sizes = batch, len(rows.counts), count, key_heads, rows.max_tokens or 0
+    branches, heads_per_key = rows.table.shape[1], heads // key_heads
+    sizes = batch, branches, splits, key_heads, rows.max_tokens or 0
     strides = (*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *rows.strides)
     constants = {
-        "HEADS": heads // key_heads, "D": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_S": 32,
-        "CACHED": rows.cache is not None, "HAS_VALID": rows.valid is not None, "BOUNDED": rows.max_tokens is not None,
+        "HEADS": heads_per_key, "ROWS": 1 if heads_per_key == 1 else max(16, 1 << (heads_per_key - 1).bit_length()),
+        "D": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_S": max(2, 1 << (splits - 1).bit_length()),
+        "LANES": max(2, 1 << (branches - 1).bit_length()), "CACHED": rows.cache is not None,
+        "HAS_VALID": rows.valid is not None, "BOUNDED": rows.max_tokens is not None,
+        "PRECISION": "ieee" if exact_products(query) else "tf32", "num_warps": WARPS,
     }  # fmt: skip
     numbers = (*sizes, *strides, scale * LOG2_E)
-    launch_one(decode_kernel, count * batch * key_heads, tensors, numbers, constants, (rows.position,))
+    launch_one(decode_kernel, splits * batch * key_heads, tensors, numbers, constants, (rows.position,))
     return out, lse
