@@ -55,6 +55,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     lengths: Lengths | None = None,
+    starts: Lengths | None = None,
     cu_seqlens: Lengths | None = None,
     mixing_gradient: str = "exact",
     backend: str = "auto",
@@ -85,7 +86,12 @@ def attention(
         lengths: (B,), the number of valid positions at the front of each sample, as a list, a tuple or a tensor. The result
             of a sample is what a call with this sample alone would give; rows behind its length are 0 (lse -inf). A tensor
             on a GPU costs one device synchronisation per call, every other form none. With ``N < M``, a sample shorter than
-            the keys is refused.
+            the keys is refused, unless ``starts`` are given.
+        starts: (B,), the first key row of each sample, in the same forms: padding in front. Sample ``b`` is the key rows
+            ``starts[b]`` to ``starts[b] + lengths[b] - 1``, or to the end without ``lengths``. Its positions, also those of
+            segments, blocks and dropout, count from ``starts[b]``. The result of a sample is what a call with these rows
+            alone would give. Rows outside are 0 (lse -inf) and are not read. Any lengths go with ``N < M``: query row ``a``
+            is key row ``a + M - N``, inside the sample or outside. Not with ``cu_seqlens`` and orders.
         cu_seqlens: (documents + 1,), boundaries of documents packed into each row of tokens, in the same forms. Each
             document gets the result of a call of its own.
         mixing_gradient: ``"exact"``, or ``"detached"`` to treat the weights of the branches as constants as the paper
@@ -97,7 +103,8 @@ def attention(
             causal order). Otherwise stock operators compute everything.
         return_lse: return ``(out, lse)`` with lse (B, H, N), float32 (float64 for float64 inputs), differentiable.
         group: a process group, a device mesh, or a ``Sharding``, over whose ranks the sequence is sharded. The tensors are
-            this rank's rows, and so is the result. ``lengths`` and ``cu_seqlens`` count positions of the whole sequence.
+            this rank's rows, and so is the result. ``lengths``, ``starts`` and ``cu_seqlens`` count rows of the whole
+            sequence.
             Shards may have any lengths. Every rank must call, with the same arguments. Without ``seed``, the first rank
             draws it. ``Sharding`` has the further options of how rows travel.
         layout: short for ``Sharding(group, layout)``: ``"contiguous"`` (the default), ``"zigzag"`` or
@@ -143,10 +150,17 @@ def attention(
     >>> tiles = torch.randn(2, 1000, 8, 64)
     >>> attention(tiles, tiles, tiles, Dilated([256, 512], [1, 2]), order=order, lengths=lengths).shape
     torch.Size([2, 1000, 8, 64])
+
+    Two prompts of 300 and 1,000 tokens, padded in front, and one decoding step for both:
+
+    >>> q, k, v = torch.randn(3, 2, 1000, 8, 64).unbind(0)
+    >>> prompt = attention(q, k, v, Dilated([256, 512], [1, 2]), is_causal=True, starts=[700, 0])
+    >>> step = attention(q[:, -1:], k, v, Dilated([256, 512], [1, 2]), is_causal=True, starts=[700, 0])
+    >>> torch.testing.assert_close(step, prompt[:, -1:])
     """
     options: AttentionOptions = {
         "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "seed": seed, "lengths": lengths,
-        "cu_seqlens": cu_seqlens, "mixing_gradient": mixing_gradient, "backend": backend, "order": order,
+        "starts": starts, "cu_seqlens": cu_seqlens, "mixing_gradient": mixing_gradient, "backend": backend, "order": order,
         "ordered": ordered, "group": group, "layout": layout,
     }  # fmt: skip
     if group is not None:
@@ -173,7 +187,7 @@ def _jagged_attention(
     inputs: Inputs, pattern: Pattern, options: AttentionOptions, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``attention`` of nested tensors: their sequences are packed documents."""
-    for name in ("lengths", "cu_seqlens"):
+    for name in ("lengths", "starts", "cu_seqlens"):
         if options.get(name) is not None:
             raise ValueError(f"nested tensors hold the lengths of their sequences, got {name} as well; leave it out")
     packed, offsets = pack(**inputs._asdict())
@@ -225,17 +239,19 @@ def attention_weights(
     is_causal: bool = False,
     scale: float | None = None,
     lengths: Lengths | None = None,
+    starts: Lengths | None = None,
 ) -> Tensor:
     """The attention weights of chosen query rows, (B, H, rows, M), in memory proportional to the length.
 
     ``query_rows`` are row numbers of ``query``; negative ones are counted from its end. A pair that meets in several
-    branches has the sum of its weights. A row that meets no key, or is behind ``lengths``, has zeros.
+    branches has the sum of its weights. A row that meets no key, or is behind ``lengths`` or before
+    ``starts``, has zeros.
 
     >>> q, k = torch.randn(2, 1, 1000, 8, 64).unbind(0)
     >>> attention_weights(q, k, Dilated([256, 512], [1, 2]), query_rows=[0, 999]).sum(-1).allclose(torch.tensor(1.0))
     True
     """
-    call, inputs = make_call(query, key, key, pattern, is_causal=is_causal, scale=scale, lengths=lengths)
+    call, inputs = make_call(query, key, key, pattern, is_causal=is_causal, scale=scale, lengths=lengths, starts=starts)
     n = call.queries
     if not isinstance(query_rows, Tensor | list | tuple | range):
         raise TypeError(f"query_rows must be a list or tensor of row numbers, got {query_rows!r}")

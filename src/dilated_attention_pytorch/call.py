@@ -20,6 +20,7 @@ from dilated_attention_pytorch.checks import (
     check_is_order,
     check_order,
     check_order_keeps,
+    check_order_without_starts,
     check_pattern,
     check_seed,
     check_tensors,
@@ -113,6 +114,7 @@ class AttentionOptions(TypedDict, total=False):
     dropout_p: float
     seed: int | Tensor | None
     lengths: Lengths | None
+    starts: Lengths | None
     cu_seqlens: Lengths | None
     mixing_gradient: str
     backend: str
@@ -146,6 +148,7 @@ class Call:
     dropout_p: float = 0.0
     seed: int | Tensor | None = None
     lengths: Tensor | None = field(default=None, compare=False)  # on the host
+    starts: Tensor | None = field(default=None, compare=False)  # on the host
     cu_seqlens: Tensor | None = field(default=None, compare=False)  # on the host
     mixing_gradient: str = "exact"
     backend: str = "auto"
@@ -248,7 +251,9 @@ def make_call(
     scale, seed, order = as_number("scale", options.get("scale")), options.get("seed"), options.get("order")
     check_seed(seed)
     lengths, cu_seqlens = _sequences(options.get("lengths"), options.get("cu_seqlens"), inputs)
+    starts = _starts(options.get("starts"), cu_seqlens, inputs)
     if order is not None:
+        check_order_without_starts(order, starts)
         check_order(order, inputs, sharded=sharding is not None)
         check_order_keeps(order, lengths, cu_seqlens)
     call = Call(
@@ -266,6 +271,7 @@ def make_call(
         dropout_p=as_number("dropout_p", options.get("dropout_p", 0.0)) or 0.0,
         seed=seed,
         lengths=lengths,
+        starts=starts,
         cu_seqlens=cu_seqlens,
         mixing_gradient=options.get("mixing_gradient", "exact"),
         backend=options.get("backend", "auto"),
@@ -304,6 +310,12 @@ def check_blocks_fit(call: Call, queries: int, keys: int) -> None:
         call.pattern.check_call(
             call.batch, queries, keys, call.heads, is_causal=call.is_causal, packed=call.cu_seqlens is not None
         )
+        given = call.pattern.given
+        if call.starts is not None and given is not None and given.query_blocks < given.key_blocks:
+            raise ValueError(
+                "blocks count from starts[b], so queries can be in any block, and a mask needs all query blocks: got "
+                f"{given.query_blocks} x {given.key_blocks} blocks; build one of {given.key_blocks} x {given.key_blocks}"
+            )
 
 
 def check_no_forward_derivative(inputs: Inputs) -> None:
@@ -333,6 +345,20 @@ def _sequences(
         if cu_seqlens.shape[0] < 2:
             raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total, got {cu_seqlens.shape[0]}")
     return _on_host(lengths), _on_host(cu_seqlens)
+
+
+def _starts(starts: Lengths | None, cu_seqlens: Tensor | None, inputs: Inputs) -> Tensor | None:
+    """The starts as a tensor on the host, checked but for its values."""
+    if starts is None:
+        return None
+    starts = index_tensor("starts", starts)
+    check_index_vector("starts", starts, inputs.query.shape[0], inputs.query.device)
+    if cu_seqlens is not None:
+        raise ValueError(
+            "starts (padded samples) and cu_seqlens (packed documents) exclude one another; pass one: padding between "
+            "documents can be a document of its own"
+        )
+    return _on_host(starts)
 
 
 def _on_host(x: Tensor | None) -> Tensor | None:

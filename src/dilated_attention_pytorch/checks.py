@@ -177,6 +177,15 @@ def check_order_keeps(order: Order, lengths: Tensor | None, cu_seqlens: Tensor |
             raise ValueError(f"the order was made for {name}={few(kept)}, got {few(given.tolist())}; make one for these")
 
 
+def check_order_without_starts(order: Order, starts: Tensor | None) -> None:
+    """Raise if an order moves rows of samples with padding in front: its places count from the first row."""
+    if starts is not None and not isinstance(order, Identity):
+        raise ValueError(
+            f"an order keeps padding behind samples, so it does not go with starts: got {type(order).__name__} and starts; "
+            "move the padding behind the samples and pass lengths, with an order made for them"
+        )
+
+
 def _agrees(name: str, kept: tuple[int, ...] | None, given: Tensor, n: int) -> Tensor:
     """The same comparison for compilers, which have no values: a tensor that is True."""
     if kept is None:

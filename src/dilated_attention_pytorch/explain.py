@@ -57,7 +57,7 @@ class Explanation:
     forward_flops: int
     sharding: ShardedTraffic | None = None
     blocks: BlockCount | None = None  # of a block-sparse pattern
-    rows: int = 0  # pairs of a row and a query head, without the rows behind lengths
+    rows: int = 0  # pairs of a row and a query head, without the rows of padding
     empty_rows: int | None = 0  # those of them that meet no key and get zeros; None if unknown
     warnings: tuple[str, ...] = ()
 
@@ -95,6 +95,7 @@ def explain(
     is_causal: bool = False,
     dropout_p: float = 0.0,
     lengths: Lengths | None = None,
+    starts: Lengths | None = None,
     cu_seqlens: Lengths | None = None,
     backend: str = "auto",
     order: Order | None = None,
@@ -148,15 +149,16 @@ def explain(
     """
     if layout is not None and world_size is None:
         raise ValueError(f"layout says how a sequence is sharded over ranks: got layout={layout!r} without world_size")
-    for name, x in (("lengths", lengths), ("cu_seqlens", cu_seqlens)):
+    for name, x in (("lengths", lengths), ("starts", starts), ("cu_seqlens", cu_seqlens)):
         if isinstance(x, Tensor) and not has_values(x):
             kind = "fake tensor" if is_fake(x) else "tensor on the meta device"
             raise ValueError(f"{name} must have values to plan with, got a {kind}; pass a list of integers")
     with real_tensors():
         tensors, target = without_fakes(Inputs(query, key, value), device)
         call, inputs = make_call(
-            *tensors, pattern, is_causal=is_causal, dropout_p=dropout_p, lengths=lengths, cu_seqlens=cu_seqlens,
-            backend=backend, order=order if order is None or tensors[0] is query else order.to(tensors[0].device),
+            *tensors, pattern, is_causal=is_causal, dropout_p=dropout_p, lengths=lengths, starts=starts,
+            cu_seqlens=cu_seqlens, backend=backend,
+            order=order if order is None or tensors[0] is query else order.to(tensors[0].device),
         )  # fmt: skip
         if call.order is not None and call.permutes and isinstance(pattern, BlockSparse) and pattern.is_adaptive:
             inputs = Inputs(*map(call.order.permute, inputs))  # blocks are chosen from the ordered rows

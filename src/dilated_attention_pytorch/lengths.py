@@ -1,4 +1,4 @@
-"""``lengths`` and ``cu_seqlens``: as users pass them, as tensors, and as integers on the host."""
+"""``lengths``, ``starts`` and ``cu_seqlens``: as users pass them, as tensors, and as integers on the host."""
 
 from __future__ import annotations
 
@@ -47,9 +47,35 @@ def host_lengths(lengths: Tensor | None, m: int, n: int | None = None) -> tuple[
     if values and n is not None and n < m and min(values) < m:
         raise ValueError(
             f"fewer queries than keys are the last positions of the keys, so samples cannot be shorter than the {m} keys: "
-            f"got {n} queries and lengths {few(values)}; call once for each sample, with key[b:b+1, :length]"
+            f"got {n} queries and lengths {few(values)}; call once for each sample, with key[b:b+1, "
+            ":length], or put the padding in front of samples and pass starts"
         )
     return tuple(values)
+
+
+def host_samples(
+    starts: Tensor | None, lengths: Tensor | None, m: int, n: int | None = None
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Starts and lengths as integers, checked for ``m`` keys and ``n`` queries. Samples with starts have lengths.
+
+    >>> host_samples(torch.tensor([4, 0]), None, m=9)
+    ((4, 0), (5, 9))
+    """
+    if starts is None:
+        return None, host_lengths(lengths, m, n)
+    _check_values("starts", starts)
+    first = tuple(int(x) for x in starts.tolist())
+    if first and (min(first) < 0 or max(first) > m):
+        raise ValueError(f"starts must lie between 0 and the {m} positions of the sequence, got {few(first)}")
+    if lengths is None:
+        return first, tuple(m - start for start in first)
+    values = host_lengths(lengths, m) or ()
+    if any(start + length > m for start, length in zip(first, values, strict=True)):
+        raise ValueError(
+            f"sample b is the key rows starts[b] to starts[b] + lengths[b] - 1, so their sum can be at most the {m} keys: "
+            f"got starts {few(first)} and lengths {few(values)}; leave out lengths if samples go to the end of the rows"
+        )
+    return first, values
 
 
 def host_cu_seqlens(cu_seqlens: Tensor | None, m: int) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from dilated_attention_pytorch.batching import BatchRule
 from dilated_attention_pytorch.call import Call
 from dilated_attention_pytorch.dispatch import define_operator, under_transforms, with_gradient
 from dilated_attention_pytorch.dtypes import accumulate_dtype
-from dilated_attention_pytorch.lengths import host_cu_seqlens, host_lengths
+from dilated_attention_pytorch.lengths import host_cu_seqlens, host_samples
 from dilated_attention_pytorch.patterns.blocks import BlockSparse, SparsePatternConfig
 from dilated_attention_pytorch.plan.counts import count_pairs, has_values
 from dilated_attention_pytorch.plan.dropout import Dropout
@@ -43,6 +43,7 @@ class OperatorArguments(NamedTuple):
     dropout_p: float
     detach_mixing: bool
     backend: str
+    sample_starts: Tensor | None = None  # what users call starts; those above are of block lists
 
     @staticmethod
     def of(call: Call, inputs: Inputs, seed: Tensor | None, backend: str) -> OperatorArguments:
@@ -50,7 +51,7 @@ class OperatorArguments(NamedTuple):
         positions = call.order.positions if call.order is not None and call.masks_by_position else None
         return OperatorArguments(
             call.lengths, call.cu_seqlens, seed, positions, *_list_tensors(call, inputs), call.plan_pattern.spec,
-            call.plan_is_causal, call.scale, call.dropout_p, call.detach_mixing, backend,
+            call.plan_is_causal, call.scale, call.dropout_p, call.detach_mixing, backend, call.starts,
         )  # fmt: skip
 
     def problem(self, query: Tensor, key: Tensor) -> Problem:
@@ -58,8 +59,9 @@ class OperatorArguments(NamedTuple):
         (batch, n, heads, _), (m, key_heads) = query.shape, key.shape[1:3]
         lists = self.indices, self.starts, self.counts
         pattern = self.pattern if self.pattern.startswith("dilated|") else find_rule(self.pattern, lists, m)
-        host = host_lengths(self.lengths, m, n), host_cu_seqlens(self.cu_seqlens, m)
-        return find_problem(pattern, self.is_causal, batch, n, m, heads, key_heads, *host)
+        starts, lengths = host_samples(self.sample_starts, self.lengths, m, n)
+        sequences = lengths, host_cu_seqlens(self.cu_seqlens, m), None, starts
+        return find_problem(pattern, self.is_causal, batch, n, m, heads, key_heads, *sequences)
 
     def options(self, query: Tensor) -> Options:
         """The options of a backend."""
@@ -75,20 +77,21 @@ class OperatorArguments(NamedTuple):
 
 _SCHEMA = (
     "Tensor? lengths, Tensor? cu_seqlens, Tensor? seed, Tensor? positions, Tensor? indices, Tensor? starts, "
-    "Tensor? counts, str pattern, bool is_causal, float scale, float dropout_p, bool detach_mixing, str backend"
+    "Tensor? counts, str pattern, bool is_causal, float scale, float dropout_p, bool detach_mixing, str backend, "
+    "Tensor? sample_starts=None"
 )
 _FORWARD_SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_SCHEMA}) -> (Tensor, Tensor)"
 _BACKWARD_SCHEMA = (
     "(Tensor dout, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
     f"{_SCHEMA}) -> (Tensor, Tensor, Tensor)"
 )
-_OPTIONAL_TENSORS = 7  # of OperatorArguments; the constants follow
+_OPTIONAL_TENSORS = 7  # of OperatorArguments; the constants follow, and behind these one more tensor
 # How the arguments depend on the samples of a batch, for torch.vmap.
 _ROWS, _LSE, _LENGTHS, _SAME = BatchRule(dims=4), BatchRule(dims=3), BatchRule(dims=1), BatchRule()
 _LISTS = BatchRule(dims=3, one_serves_all=True)
 _RULES = {"lengths": _LENGTHS, "seed": BatchRule(by_number=True), "positions": BatchRule(dims=2)}
-_RULES |= {"indices": BatchRule(dims=4), "starts": _LISTS, "counts": _LISTS}
-_CHOICE_RULES = (_ROWS, _ROWS, _LENGTHS, _SAME, _SAME, _SAME, _SAME)  # of choose_blocks
+_RULES |= {"indices": BatchRule(dims=4), "starts": _LISTS, "counts": _LISTS, "sample_starts": _LENGTHS}
+_CHOICE_RULES = (_ROWS, _ROWS, _LENGTHS, _SAME, _SAME, _SAME, _SAME, _LENGTHS)  # of choose_blocks
 _ARGUMENT_RULES = tuple(_RULES.get(name, _SAME) for name in OperatorArguments._fields)
 
 
@@ -122,19 +125,19 @@ def _attend_backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, optional = inputs[:3], inputs[3 : 3 + _OPTIONAL_TENSORS]
-    ctx.constants = inputs[3 + _OPTIONAL_TENSORS :]
+    *arguments, sample_starts = inputs[3:]
+    ctx.constants = arguments[_OPTIONAL_TENSORS:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output, *optional)
+    ctx.save_for_backward(*inputs[:3], *output, *arguments[:_OPTIONAL_TENSORS], sample_starts)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     none = (None,) * len(OperatorArguments._fields)
     if dout is None and dlse is None:
         return (None, None, None, *none)
-    query, key, value, out, lse, *optional = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    return *call_attend_backward(dout, dlse, query, key, value, out, lse, *optional, *ctx.constants), *none
+    *saved, sample_starts = ctx.saved_tensors  # query, key, value, out, lse and the optional tensors
+    dout = torch.zeros_like(saved[3]) if dout is None else dout
+    return *call_attend_backward(dout, dlse, *saved, *ctx.constants, sample_starts), *none
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -149,7 +152,7 @@ def _no_second_derivative(ctx: Any, *grads: Tensor) -> None:
 
 def _choose_blocks(
     query: Tensor, key: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None,
-    pattern: str, is_causal: bool, scale: float,
+    pattern: str, is_causal: bool, scale: float, sample_starts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The key blocks that an adaptive pattern chooses, (B, H, query blocks, width).
 
@@ -157,15 +160,17 @@ def _choose_blocks(
     second choice from these might differ.
     """
     optional = lengths, cu_seqlens, None, None, None, None, None
-    arguments = OperatorArguments(*optional, pattern, is_causal, scale, 0.0, False, "")
+    arguments = OperatorArguments(*optional, pattern, is_causal, scale, 0.0, False, "", sample_starts)
     return choose(arguments.problem(query, key), query, key, scale)
 
 
 def _choose_blocks_fake(
-    query: Tensor, key: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, pattern: str, *_: Any
-) -> Tensor:
+    query: Tensor, key: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, pattern: str, is_causal: bool,
+    scale: float, sample_starts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = chosen_shape(SparsePatternConfig.from_spec(pattern), query, key.shape[1], documents)
+    config, shifted = SparsePatternConfig.from_spec(pattern), sample_starts is not None
+    shape = chosen_shape(config, query, key.shape[1], documents, shifted=shifted)
     return query.new_empty(shape, dtype=torch.int32)
 
 
@@ -175,8 +180,9 @@ def _flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any =
     PyTorch counts its own attention alike, but causal tiles as full ones. Without values, lengths are those of the tensors.
     """
     arguments = OperatorArguments(*rest)
-    if any(isinstance(x, Tensor) and not has_values(x) for x in (arguments.lengths, arguments.cu_seqlens)):
-        arguments = arguments._replace(lengths=None, cu_seqlens=None)
+    sequences = arguments.lengths, arguments.cu_seqlens, arguments.sample_starts
+    if any(isinstance(x, Tensor) and not has_values(x) for x in sequences):
+        arguments = arguments._replace(lengths=None, cu_seqlens=None, sample_starts=None)
     problem = arguments.problem(query, key)
     return 4 * query.shape[-1] * count_pairs(problem, arguments.indices if arguments.starts is None else None)
 
@@ -225,7 +231,7 @@ def _list_tensors(call: Call, inputs: Inputs) -> tuple[Tensor | None, Tensor | N
             return given.indices, given.starts, given.counts
         if pattern.is_adaptive:
             tensors = inputs.query.detach(), inputs.key.detach(), call.lengths, call.cu_seqlens
-            return call_choose_blocks(*tensors, pattern.spec, is_causal, call.scale), None, None
+            return call_choose_blocks(*tensors, pattern.spec, is_causal, call.scale, call.starts), None, None
     return None, None, None
 
 

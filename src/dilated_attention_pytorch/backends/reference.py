@@ -76,11 +76,12 @@ class ReferenceBackend:
         shape = (problem.batch, problem.heads, len(rows), problem.keys)
         result = torch.zeros(shape, dtype=compute, device=query.device)
         for span, lists in _sequences(problem, options, query.device):
-            inside = rows < span.queries.stop
-            met = _meetings(problem, span, lists, rows[inside] + span.positions.start, None)
+            inside = (rows >= span.queries.start) & (rows < span.queries.stop)
+            positions = rows[inside] - span.queries.start + span.positions.start
+            met = _meetings(problem, span, lists, positions, None)
             q, k = query[span.samples][:, rows[inside]].to(compute), key[span.key_rows].to(compute)
             weights, _ = _weights(q, k, met, options.scale)
-            result[span.samples, :, inside.nonzero().squeeze(1), : span.length] = weights.to(compute)
+            result[span.samples, :, inside.nonzero().squeeze(1), span.keys] = weights.to(compute)
         return result
 
 
@@ -109,7 +110,7 @@ def _attend(problem: Problem, span: Span, lists: BlockLists | None, inputs: Inpu
     met = _meetings(problem, span, lists, rows, positions)
     p, lse = _weights(query, key, met, options.scale)
     if options.detach_mixing or options.dropout is not None:
-        dropout = options.dropout and options.dropout.at(span.samples.start, span.keys.start)
+        dropout = options.dropout and options.dropout.at(span.samples.start, span.dropout_row)
         p = _by_branch(p, lse, met, dropout, detached=options.detach_mixing)
     with _full_precision(query):
         out = torch.einsum("bhnm,bmhd->bnhd", p, value.repeat_interleave(problem.heads_per_key, dim=2))

@@ -150,7 +150,8 @@ def _listed_shards(
             read[peer] = joined(ranges)
         read[rank] = read_by(problem, chunks, own, span.length)
         schedule = BlockSchedule(within, tuple(read))
-        yield ListedShards(samples, key_heads, span.keys.start, shards, schedule, heads, own)
+        at = samples, key_heads, span.keys.start
+        yield ListedShards(*at, shards, schedule, heads, own, padding=span.padding)
 
 
 def exchange_means(held: Sequence[HeldSequence], shards: Shards, inputs: Inputs, wire: Wire) -> list[SequenceMeans]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,6 +35,12 @@ class SequenceShards(Generic[Schedule]):
     first_row: int  # of the sequence within the row of tokens
     shards: Shards  # of the row of tokens
     schedule: Schedule  # of the sequence, whose positions count from 0
+    padding: int = field(default=0, kw_only=True)  # rows in front of the sample, which dropout does not count
+
+    @property
+    def dropout_row(self) -> int:
+        """The number of position 0 in dropout: its row, without the padding in front."""
+        return self.first_row - self.padding
 
     def shape(self, rows: int) -> tuple[int, int, int]:
         """Samples, rows and key heads of so many rows."""
@@ -59,7 +65,7 @@ class Step:
 
     queries: tuple[slice, ...]  # samples, rows and possibly heads of the query tensor
     keys: tuple[slice, ...]  # of the key tensor of this rank, or of a section of a message
-    first_row: int  # of the sequence within the row of tokens
+    first_row: int  # of the sequence within the row of tokens, without the padding in front
 
     @property
     def bytes(self) -> int:

@@ -28,7 +28,7 @@ from dilated_attention_pytorch.call import Call, Sharding, check_blocks_fit
 from dilated_attention_pytorch.distributed.messages import Message, RankPlan
 from dilated_attention_pytorch.distributed.rank_plans import BlockStep, DilatedStep
 from dilated_attention_pytorch.execute.loop import RowGradients, Sums
-from dilated_attention_pytorch.lengths import host_cu_seqlens, host_lengths
+from dilated_attention_pytorch.lengths import host_cu_seqlens, host_samples
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.problem import BlockRule, Problem, find_problem
@@ -51,7 +51,8 @@ def whole_problem(call: Call, length: int) -> Problem:
     if isinstance(call.pattern, BlockSparse):
         given = call.pattern.given_causal if call.plan_is_causal else call.pattern.given
         pattern = BlockRule(call.pattern.block_size, call.pattern.config, given)
-    sequences = host_lengths(call.lengths, length), host_cu_seqlens(call.cu_seqlens, length)
+    starts, lengths = host_samples(call.starts, call.lengths, length)
+    sequences = lengths, host_cu_seqlens(call.cu_seqlens, length), None, starts
     sizes = call.batch, length, length, call.heads, call.key_heads
     return find_problem(pattern, call.plan_is_causal, *sizes, *sequences)
 
@@ -106,7 +107,7 @@ def fused_step(call: Call, backend: str | None, rows: OwnRows) -> FusedStep | No
     reasons = []
     if backend == "hopper" and isinstance(rows.pattern, BlockRule):
         size = rows.blocks.block_size
-        if not _begin_with_blocks(rows.shards, size, rows.cu_seqlens):
+        if not _begin_with_blocks(rows.shards, size, rows.cu_seqlens, rows.starts):
             reasons.append(f"Hopper kernels take chunks that begin at multiples of {size}, the block size")
     if call.backend == "auto" and reasons:
         return None
@@ -115,11 +116,15 @@ def fused_step(call: Call, backend: str | None, rows: OwnRows) -> FusedStep | No
 
 
 @lru_cache(maxsize=64)
-def _begin_with_blocks(shards: Shards, block_size: int, cu_seqlens: tuple[int, ...] | None) -> bool:
+def _begin_with_blocks(
+    shards: Shards, block_size: int, cu_seqlens: tuple[int, ...] | None, starts: tuple[int, ...] | None
+) -> bool:
     """Whether all chunks of all ranks begin with a block of their sequence: every rank finds the same."""
-    starts = cu_seqlens or (0,)
-    begins = (chunk.start for chunks in shards.chunks for chunk in chunks if chunk)
-    return all((begin - starts[max(0, bisect_right(starts, begin) - 1)]) % block_size == 0 for begin in begins)
+    begins = [chunk.start for chunks in shards.chunks for chunk in chunks if chunk]
+    if starts is not None:
+        return all(begin <= start or (begin - start) % block_size == 0 for start in set(starts) for begin in begins)
+    firsts = cu_seqlens or (0,)
+    return all((begin - firsts[max(0, bisect_right(firsts, begin) - 1)]) % block_size == 0 for begin in begins)
 
 
 def is_detached(call: Call) -> bool:
@@ -137,8 +142,9 @@ class OwnRows(Problem):
     @staticmethod
     def of(problem: Problem, shards: Shards, rank: int) -> OwnRows:
         """The rows of a rank in a problem of the whole sequence."""
-        rows, sizes = shards.rows(rank), (problem.heads, problem.key_heads, problem.lengths, problem.cu_seqlens)
-        return OwnRows(problem.pattern, problem.is_causal, problem.batch, rows, rows, *sizes, shards=shards, rank=rank)
+        rows, sequences = shards.rows(rank), (problem.lengths, problem.cu_seqlens, None, problem.starts)
+        sizes = problem.batch, rows, rows, problem.heads, problem.key_heads
+        return OwnRows(problem.pattern, problem.is_causal, *sizes, *sequences, shards=shards, rank=rank)
 
     def spans(self) -> tuple[Span, ...]:
         """The rows that this rank has of each sequence."""
@@ -165,7 +171,7 @@ def _plans_of_chunks(problem: OwnRows) -> tuple[tuple[Span, Plan], ...]:
 @lru_cache(maxsize=4)  # a rank holds few problems at a time, and the plans of 2,000 documents take about 10 MB
 def _plans(problem: OwnRows) -> tuple[tuple[Span, Plan], ...]:
     (own,), length, found = problem.shards.chunks[problem.rank], problem.shards.length, []
-    for span in spans(problem.batch, length, length, problem.lengths, problem.cu_seqlens, own):
+    for span in spans(problem.batch, length, length, problem.lengths, problem.cu_seqlens, own, problem.starts):
         start, stop = max(own.start, span.keys.start), min(own.stop, span.keys.stop)
         if start < stop:
             rows = slice(start - own.start, stop - own.start)

@@ -95,7 +95,7 @@ class DilatedSection(Section):
         sequence = self.sequence
         for plan in sequence.schedule.plans(self.transfer):
             queries = sequence.samples, sequence.rows(self.transfer.target, plan.queries)
-            yield DilatedStep(queries, (), sequence.first_row, plan, packed=True)
+            yield DilatedStep(queries, (), sequence.dropout_row, plan, packed=True)
 
 
 @BoundedCache
@@ -115,7 +115,8 @@ def dilated_plan(problem: Problem, shards: Shards, rank: int, bucket_size: int) 
         rows = range(span.keys.start, span.keys.stop)
         sizes = shards.within(rows), problem.key_heads, problem.is_causal
         schedule = DilatedSchedule(problem.dilated, *sizes, problem.branch)
-        sequences.append(SequenceShards(span.samples, slice(0, problem.key_heads), rows.start, shards, schedule))
+        at = span.samples, slice(0, problem.key_heads), rows.start
+        sequences.append(SequenceShards(*at, shards, schedule, padding=span.padding))
     holdings, world = Holdings.of(problem, shards), shards.world_size
     counts = messages_by_round(holdings, world, bucket_size)
     most = int(holdings.received(world, is_causal=problem.is_causal).max()) * problem.key_heads
@@ -140,7 +141,7 @@ def dilated_plan(problem: Problem, shards: Shards, rank: int, bucket_size: int) 
         for sequence in sequences:
             for plan in sequence.schedule.own_plans(rank):
                 queries, keys = ((sequence.samples, sequence.rows(rank, x)) for x in (plan.queries, plan.keys))
-                yield DilatedStep(queries, keys, sequence.first_row, plan, packed=False)
+                yield DilatedStep(queries, keys, sequence.dropout_row, plan, packed=False)
 
     return RankPlan(tuple(sequences), make_ticks(rank, sequences, counts, split), tuple(own()), most)
 
@@ -249,7 +250,8 @@ def listed_span(problem: Problem, shards: Shards, span: Span, rank: int) -> Iter
         source = None if given is None else given.of_samples(samples).of_heads(heads)
         lists = tuple(_lists(problem, source, chunk, blocks) if chunk else None for chunk in within.chunks[rank])
         schedule = BlockSchedule(within, _read_by_all(problem, source, within, blocks))
-        yield ListedShards(samples, key_heads, span.keys.start, shards, schedule, heads, lists)
+        at = samples, key_heads, span.keys.start
+        yield ListedShards(*at, shards, schedule, heads, lists, padding=span.padding)
 
 
 def _read_by_all(problem: Problem, given: BlockLists | None, shards: Shards, blocks: int) -> tuple[Ranges, ...]:
@@ -354,7 +356,7 @@ def _block_steps(
                 query_rows = sequence.samples, sequence.rows(rank, positions), sequence.query_heads
                 key_rows = samples, slice(packed.start + keys.start, packed.start + keys.stop), heads
                 tiles = own_lists.to(device), range(skipped, skipped + len(rows)), causal
-                yield BlockStep(query_rows, key_rows, sequence.first_row, *tiles, positions, ranges, keys)
+                yield BlockStep(query_rows, key_rows, sequence.dropout_row, *tiles, positions, ranges, keys)
 
 
 def _meetings(

@@ -124,7 +124,8 @@ def _agree(call: Call, arguments: Arguments, seed: int, wire: Wire) -> tuple[Sha
 def _check_sharded(call: Call, rows: list[int]) -> None:
     """Raise if every rank seems to have passed the whole sequence."""
     n, world = rows[0], len(rows)
-    longest = 0 if call.lengths is None or not call.batch else int(call.lengths.max())
+    ends = call.lengths if call.lengths is None or call.starts is None else call.starts + call.lengths
+    longest = 0 if ends is None or not call.batch else int(ends.max())
     end = 0 if call.cu_seqlens is None else int(call.cu_seqlens[-1])
     for name, last, is_whole in (("lengths", longest, 0 < longest <= n), ("cu_seqlens", end, 0 < end == n)):
         if world > 1 and set(rows) == {n} and is_whole:

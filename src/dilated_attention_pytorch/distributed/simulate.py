@@ -319,10 +319,10 @@ def describe_sharding(
     if call.queries != call.keys:
         raise ValueError(f"a shard has as many queries as keys, got {call.queries} and {call.keys}; leave out world_size")
     adaptive = isinstance(call.pattern, BlockSparse) and call.pattern.is_adaptive
-    if adaptive and (call.lengths is not None or call.cu_seqlens is not None):
+    if adaptive and any(x is not None for x in (call.lengths, call.starts, call.cu_seqlens)):
         raise ValueError(
             "what an adaptive pattern sends follows from the content of each sequence: leave out world_size, or explain "
-            "one sequence at a time, without lengths and cu_seqlens"
+            "one sequence at a time, without lengths, starts and cu_seqlens"
         )
     call, problem = _sharded(call, Sharding(None, layout), *tensors)
     shards = Shards.even(call.keys, world_size, layout)

@@ -24,13 +24,14 @@ _AT_A_TIME = 2**22  # pairs of holdings that are compared at a time
 def held_spans(problem: Problem, shards: Shards, rank: int) -> list[Span]:
     """The sequences of which a rank holds rows, in order. The time does not depend on the others."""
     fields = problem.batch, problem.queries, problem.keys, problem.lengths, problem.cu_seqlens
-    found = {(span.samples.start, span.keys.start): span for chunk in shards.chunks[rank] for span in spans(*fields, chunk)}
+    held = (span for chunk in shards.chunks[rank] for span in spans(*fields, chunk, problem.starts))
+    found = {(span.samples.start, span.keys.start): span for span in held}
     return [span for _, span in sorted(found.items())]
 
 
 def is_one_sequence(problem: Problem) -> bool:
-    """Whether all samples are one sequence each, of the same length."""
-    return problem.cu_seqlens is None and len(set(problem.lengths or ())) <= 1
+    """Whether all samples are one sequence each, of the same rows."""
+    return problem.cu_seqlens is None and all(len(set(x or ())) <= 1 for x in (problem.lengths, problem.starts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,15 +169,15 @@ def tile_sets(problem: Problem, options: Options, device: torch.device) -> Itera
     """The sequences of a problem, each with its tiles."""
     if isinstance(problem.pattern, Dilated):
         for span, plan in problem.plans():
-            dropout = options.dropout and options.dropout.at(span.samples.start, span.keys.start)
+            dropout = options.dropout and options.dropout.at(span.samples.start, span.dropout_row)
             yield span, StridedTiles(plan, dropout=dropout, positions=_positions(options, span))
     else:
         for span, lists in lists_of(problem, options.chosen, device):
             placed = None
             if options.dropout is not None:
-                rows = torch.arange(span.keys.start, span.keys.stop, device=device)
+                rows = torch.arange(span.length, device=device)
                 queries = rows[span.positions.start : span.positions.stop]
-                placed = PlacedDropout(options.dropout.at(span.samples.start, 0), queries, rows)
+                placed = PlacedDropout(options.dropout.at(span.samples.start, span.dropout_row), queries, rows)
             yield span, ListedTiles(lists, span.positions, problem.is_causal, placed, _positions(options, span))
 
 

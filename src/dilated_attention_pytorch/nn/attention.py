@@ -87,7 +87,7 @@ class Attention(nn.Module):
 
     def forward(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, is_causal: bool = False, *,
-        lengths: Lengths | None = None, cu_seqlens: Lengths | None = None,
+        lengths: Lengths | None = None, starts: Lengths | None = None, cu_seqlens: Lengths | None = None,
         order: Order | None = None, ordered: bool | None = None,
     ) -> Tensor:  # fmt: skip
         """Attend (B, N, H, D) over (B, M, G, D) and return (B, N, H, D).
@@ -104,8 +104,8 @@ class Attention(nn.Module):
         inputs = self.report_errors(self._inputs, query, key, value)
         sharding = self._sharding_of_call()
         options: AttentionOptions = {
-            **self._options(), "is_causal": is_causal, "lengths": lengths, "cu_seqlens": cu_seqlens,
-            "dropout_p": self.dropout_p if self.training else 0.0, "group": sharding,
+            **self._options(), "is_causal": is_causal, "lengths": lengths, "starts": starts,
+            "cu_seqlens": cu_seqlens, "dropout_p": self.dropout_p if self.training else 0.0, "group": sharding,
             "order": self.order if order is None else order, "ordered": self.ordered if ordered is None else ordered,
         }  # fmt: skip
         return attention(*inputs, self._pattern_of_call(inputs.key, sharding), **options)

@@ -1,4 +1,4 @@
-"""The masks of ``nn.MultiheadAttention`` as ``is_causal`` and ``lengths``."""
+"""The masks of ``nn.MultiheadAttention`` as ``is_causal``, ``lengths`` and ``starts``."""
 
 from __future__ import annotations
 
@@ -45,10 +45,13 @@ def is_causal_mask(mask: Any, is_causal: bool, sizes: tuple[int, ...]) -> bool:
     )
 
 
-def lengths_of_mask(mask: Any, shape: tuple[int, ...]) -> Tensor:
-    """The lengths (batch,), on the host, that a ``key_padding_mask`` of this shape describes.
+def samples_of_mask(mask: Any, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
+    """The starts and lengths (batch,), on the host, that a ``key_padding_mask`` of this shape describes.
 
-    The shape is (batch, keys), or (keys,) for one sample.
+    The shape is (batch, keys), or (keys,) for one sample. Starts are None if no sample has padding in front.
+
+    >>> samples_of_mask(torch.tensor([[True, True, False, False], [False, False, False, True]]), (2, 4))
+    (tensor([2, 0]), tensor([2, 3]))
     """
     _check_mask("key_padding_mask", mask)
     if tuple(mask.shape) != shape:
@@ -56,19 +59,22 @@ def lengths_of_mask(mask: Any, shape: tuple[int, ...]) -> Tensor:
         raise ValueError(f"key_padding_mask must be {dims} = {shape}, got {tuple(mask.shape)}")
     padding = mask if mask.dtype == torch.bool else mask == -torch.inf
     lengths = (~padding).sum(-1).reshape(-1)
-    suffix = torch.arange(shape[-1], device=mask.device) >= lengths.unsqueeze(-1)
-    moved = (padding != suffix).any(-1)
-    biased = torch.zeros_like(moved) if mask.dtype == torch.bool else (~padding & (mask != 0)).any(-1).reshape(-1)
-    table: Tensor = torch.stack([lengths, moved.long(), biased.long()]).cpu()  # one device synchronisation
-    lengths, moved, biased = table[0], table[1], table[2]
+    in_front = padding.long().cumprod(-1).sum(-1).reshape(-1)
+    starts = torch.where(lengths > 0, in_front, 0)
+    rows, first = torch.arange(shape[-1], device=mask.device), starts.unsqueeze(-1)
+    outside = (rows < first) | (rows >= first + lengths.unsqueeze(-1))
+    holes = (padding != outside).any(-1)
+    biased = torch.zeros_like(holes) if mask.dtype == torch.bool else (~padding & (mask != 0)).any(-1).reshape(-1)
+    table: Tensor = torch.stack([starts, lengths, holes.long(), biased.long()]).cpu()  # one device synchronisation
+    starts, lengths, holes, biased = table.unbind(0)
     if bool(biased.any()):
         raise ValueError("a floating-point key_padding_mask must hold 0 (keep) and -inf (ignore) only")
-    if bool(moved.any()):
+    if bool(holes.any()):
         raise ValueError(
-            "key_padding_mask must mark padding (True) at the end of samples only: patterns count from the start; samples "
-            f"{moved.nonzero().squeeze(1).tolist()} have padding before or between tokens, move it to the end"
+            "key_padding_mask must mark padding (True) before and behind the tokens of samples only: patterns count their "
+            f"positions; samples {holes.nonzero().squeeze(1).tolist()} have padding between tokens, move it to an end"
         )
-    return lengths
+    return starts if bool(starts.any()) else None, lengths
 
 
 def _check_mask(name: str, mask: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dilated_attention_pytorch.api import attention_weights
 from dilated_attention_pytorch.lengths import Lengths
 from dilated_attention_pytorch.nn.attention import Attention, ModuleOptions, default_to_all_ranks
-from dilated_attention_pytorch.nn.masks import is_causal_mask, lengths_of_mask
+from dilated_attention_pytorch.nn.masks import is_causal_mask, samples_of_mask
 from dilated_attention_pytorch.nn.nested import is_nested, nested_like, packed_rows
 from dilated_attention_pytorch.nn.projections import HeadOptions, HeadProjections
 from dilated_attention_pytorch.orders.order import Order
@@ -26,11 +26,17 @@ MAX_WEIGHTS = 2**26  # B * H * N * M that need_weights=True returns: 256 MiB in 
 Masks = tuple[Tensor | None, Tensor | None]  # key_padding_mask and attn_mask
 
 
-class SequenceOptions(TypedDict):
-    """The keyword arguments of ``Attention.forward``."""
+class WeightOptions(TypedDict):
+    """Options that weights depend on."""
 
     is_causal: bool
     lengths: Lengths | None
+    starts: Lengths | None
+
+
+class SequenceOptions(WeightOptions):
+    """The keyword arguments of ``Attention.forward``."""
+
     cu_seqlens: Lengths | None
     order: Order | None
     ordered: bool | None
@@ -98,17 +104,18 @@ class ProjectedAttention(HeadProjections):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
         need_weights: bool = False, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
-        is_causal: bool = False, *, lengths: Lengths | None = None, cu_seqlens: Lengths | None = None,
-        order: Order | None = None, ordered: bool | None = None,
+        is_causal: bool = False, *, lengths: Lengths | None = None, starts: Lengths | None = None,
+        cu_seqlens: Lengths | None = None, order: Order | None = None, ordered: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attend and project. Return ``(out, weights)``, where weights are None unless ``need_weights``.
 
         Args:
             query, key, value: (batch, sequence, embedding), or (sequence, batch, embedding) if not ``batch_first``, or
                 (sequence, embedding). Nested tensors (batch, sequence, embedding) of one set of lengths are a batch of
-                sequences: the result is nested, and masks, ``lengths``, ``cu_seqlens`` and weights do not go with them.
-            key_padding_mask: (batch, keys), or (keys,) without a batch. True (or -inf) marks padding, which must be at
-                the end of each sample. Reading it costs a device synchronisation.
+                sequences: the result is nested. They exclude masks, ``lengths``, ``starts``, ``cu_seqlens`` and weights.
+            key_padding_mask: (batch, keys), or (keys,) without a batch. True (or -inf) marks padding, which must be before
+                or behind the tokens of a sample. Positions count from its first token. Reading it costs a device
+                synchronisation.
             need_weights: also return the weights, averaged over the heads, or per head if not ``average_attn_weights``.
             attn_mask: (queries, keys) or (batch * heads, queries, keys). It must be causal, True (or -inf) above the
                 diagonal and False (or 0) elsewhere, or hide nothing. Reading it costs a device synchronisation and time
@@ -116,11 +123,13 @@ class ProjectedAttention(HeadProjections):
             average_attn_weights: see ``need_weights``.
             is_causal: a position sees itself and earlier ones only. An ``attn_mask`` must then be causal, or None.
             lengths: (batch,), the valid positions of each sample. It replaces ``key_padding_mask``.
+            starts: (batch,), the first key row of each sample: padding in front, see ``attention``.
             cu_seqlens: (documents + 1,), boundaries of packed documents, see ``attention``.
             order, ordered: each replaces that of the constructor unless None, see ``attention``.
         """
         options: SequenceOptions = {
-            "is_causal": is_causal, "lengths": lengths, "cu_seqlens": cu_seqlens, "order": order, "ordered": ordered
+            "is_causal": is_causal, "lengths": lengths, "starts": starts, "cu_seqlens": cu_seqlens, "order": order,
+            "ordered": ordered,
         }  # fmt: skip
         masks = key_padding_mask, attn_mask
         if is_nested(query, key, value):
@@ -135,7 +144,7 @@ class ProjectedAttention(HeadProjections):
             out = out.transpose(0, 1)
         weights = None
         if need_weights:
-            weights = self._weights(q, k, range(q.shape[1]), options["is_causal"], options["lengths"])
+            weights = self._weights(q, k, range(q.shape[1]), options)
             weights = weights.mean(1) if average_attn_weights else weights
         if query.dim() == 2:
             out = out.squeeze(0 if self.batch_first else 1)
@@ -155,16 +164,17 @@ class ProjectedAttention(HeadProjections):
         self, embeddings: tuple[Tensor, Tensor, Tensor], masks: Masks, options: SequenceOptions
     ) -> tuple[list[Tensor], Tensor]:
         self._check_one_device("a nested tensor")
-        if any(x is not None for x in (*masks, options["lengths"], options["cu_seqlens"])):
+        if any(x is not None for x in (*masks, options["lengths"], options["starts"], options["cu_seqlens"])):
+            got = "key_padding_mask, attn_mask, lengths or cu_seqlens" if options["starts"] is None else "starts"
             raise ValueError(
-                "a nested tensor has the lengths of its sequences, got key_padding_mask, attn_mask, lengths or cu_seqlens "
-                "beside it; leave them out, and use is_causal=True for causal attention"
+                f"a nested tensor has the lengths of its sequences, got {got} beside it; leave them out, and use "
+                "is_causal=True for causal attention"
             )
         return packed_rows(*embeddings)
 
     def attention_map(
         self, query: Tensor, key: Tensor, query_rows: Sequence[int] | Tensor, *, is_causal: bool = False,
-        lengths: Lengths | None = None,
+        lengths: Lengths | None = None, starts: Lengths | None = None,
     ) -> Tensor:  # fmt: skip
         """The weights (batch, heads, rows, keys) of chosen query rows, at any length, in memory proportional to it.
 
@@ -177,7 +187,8 @@ class ProjectedAttention(HeadProjections):
         if is_nested(query, key):
             raise TypeError("attention_map needs sequences of one length, got a nested tensor; call once for each sequence")
         q, k = self._project({"query": query, "key": key})
-        weights = self._weights(q, k, query_rows, is_causal, lengths)
+        options: WeightOptions = {"is_causal": is_causal, "lengths": lengths, "starts": starts}
+        weights = self._weights(q, k, query_rows, options)
         return weights.squeeze(0) if query.dim() == 2 else weights
 
     def _prepare(
@@ -203,9 +214,10 @@ class ProjectedAttention(HeadProjections):
                 )
         if key_padding_mask is not None:
             self._check_one_device("key_padding_mask")
-            if options["lengths"] is not None:
-                raise ValueError("key_padding_mask and lengths say the same thing; pass one of them")
-            options["lengths"] = lengths_of_mask(key_padding_mask, tuple(k.shape[:2] if query.dim() == 3 else k.shape[1:2]))
+            if options["lengths"] is not None or options["starts"] is not None:
+                raise ValueError("key_padding_mask and lengths or starts say the same thing; pass one of them")
+            shape = tuple(k.shape[:2] if query.dim() == 3 else k.shape[1:2])
+            options["starts"], options["lengths"] = samples_of_mask(key_padding_mask, shape)
         entries = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
         if need_weights and prod(entries) > MAX_WEIGHTS:
             raise ValueError(
@@ -222,12 +234,12 @@ class ProjectedAttention(HeadProjections):
         return bool(ordered) and self._order_of_call(options) is not None
 
     def _weights(
-        self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, is_causal: bool,
-        lengths: Lengths | None,
+        self, q: Tensor, k: Tensor, rows: Sequence[int] | Tensor, options: WeightOptions | SequenceOptions
     ) -> Tensor:  # fmt: skip
         pattern, scale = self.attention.pattern, self.attention.scale
         assert not isinstance(pattern, DistributedSparseConfig)  # it needs a group, with which there are no weights
-        return attention_weights(q, k, pattern, rows, is_causal=is_causal, scale=scale, lengths=lengths)
+        samples = {"lengths": options["lengths"], "starts": options["starts"]}
+        return attention_weights(q, k, pattern, rows, is_causal=options["is_causal"], scale=scale, **samples)
 
     def _check_one_device(self, what: str) -> None:
         if self.attention.sharding is not None:

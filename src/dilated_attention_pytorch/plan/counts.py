@@ -31,7 +31,7 @@ class Counts:
     tiles: int = 0
     pairs: int = 0  # that are computed
     visible_blocks: int = 0  # of block-sparse patterns: what dense attention would compute
-    rows: int = 0  # pairs of a row and a query head, without those behind lengths
+    rows: int = 0  # pairs of a row and a query head, without those of padding
     empty_rows: int | None = 0  # those of them that meet no key; None if unknown
 
 

@@ -93,12 +93,18 @@ def _chosen_lists(problem: Problem, chosen: Tensor, span: Span, row: int) -> Blo
     return BlockLists(budget.expand(own.shape), own, chosen.flatten(), rule.block_size, blocks, first)
 
 
-def chosen_shape(config: SparsePatternConfig, query: Tensor, keys: int, documents: int | None) -> tuple[int, ...]:
-    """(B, H, rows, width) of an adaptive choice; ``documents`` is the number of packed documents, if any."""
+def chosen_shape(
+    config: SparsePatternConfig, query: Tensor, keys: int, documents: int | None, *, shifted: bool
+) -> tuple[int, ...]:
+    """(B, H, rows, width) of an adaptive choice; ``documents`` is the number of packed documents, if any.
+
+    The samples are ``shifted`` if they have starts: queries then begin anywhere in a block.
+    """
     (batch, n, heads, _), size, ratio = query.shape, config.block_size, config.ratio
     blocks = -(-keys // size)
     # Documents have their query blocks one after the other, and each may have a short one.
     rows = blocks - (keys - n) // size if documents is None else n // size + documents
+    rows = (n - 2) // size + 2 if shifted else rows
     return batch, heads, rows, 1 + blocks * ratio.numerator // ratio.denominator
 
 
@@ -107,7 +113,7 @@ def choose(problem: Problem, query: Tensor, key: Tensor, scale: float) -> Tensor
     config = problem.blocks.config
     assert config is not None
     documents = None if problem.cu_seqlens is None else len(problem.cu_seqlens) - 1
-    shape = chosen_shape(config, query, problem.keys, documents)
+    shape = chosen_shape(config, query, problem.keys, documents, shifted=problem.starts is not None)
     chosen = torch.zeros(shape, dtype=torch.int32, device=query.device)
     row = 0
     for span in problem.spans():

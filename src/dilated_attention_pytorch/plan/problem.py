@@ -36,6 +36,7 @@ class Problem:
     lengths: tuple[int, ...] | None = None
     cu_seqlens: tuple[int, ...] | None = None
     branch: int | None = None  # only this one of the pattern's branches, if not None
+    starts: tuple[int, ...] | None = None  # the first row of each sample, which then has a length
 
     @property
     def heads_per_key(self) -> int:
@@ -60,7 +61,7 @@ class Problem:
 
     def spans(self) -> tuple[Span, ...]:
         """The sequences of the batch."""
-        return tuple(spans(self.batch, self.queries, self.keys, self.lengths, self.cu_seqlens))
+        return tuple(spans(self.batch, self.queries, self.keys, self.lengths, self.cu_seqlens, starts=self.starts))
 
     def plans(self) -> tuple[tuple[Span, Plan], ...]:
         """The sequences of a dilated problem, each with its plan."""

@@ -62,7 +62,7 @@ class BlockTables:
     >>> problem = Problem(None, False, 1, 100, 100, 1, 1)
     >>> tables = BlockTables(problem, [(Span(slice(0, 1), slice(0, 100), slice(0, 100)), lists)], torch.device("cpu"))
     >>> tables.by_query.rows.tolist()  # the longer list first
-    [[0, 1, 0, 0, 0, 100, 1, 0, 100], [0, 0, 0, 0, 0, 100, 0, 0, 100]]
+    [[0, 1, 0, 0, 0, 100, 1, 0, 100, 0], [0, 0, 0, 0, 0, 100, 0, 0, 100, 0]]
     """
 
     def __init__(self, problem: Problem, sequences: list[tuple[Span, BlockLists]], device: torch.device) -> None:
@@ -170,7 +170,7 @@ def _rows(span: Span, blocks: Tensor, first_list: int, sets: int, heads: int) ->
         keys += torch.arange(len(samples), device="cpu")[:, None] * span.sample_rows
     own_lists = lists, same * (step if heads > 1 else 0)
     columns = (samples[:, None] * same, blocks * same, *queries, keys, same * span.positions.stop, *own_lists)
-    return torch.stack((*columns, same * span.length), -1).flatten(0, 1)
+    return torch.stack((*columns, same * span.length, same * span.dropout_row), -1).flatten(0, 1)
 
 
 def _joined(lists: list[BlockLists]) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ offset ``o`` of the head,
 if ``i % w >= o`` and ``(i % w - o) % r == 0``. ``capacity`` is ``ceil(w / r)`` and ``first_number`` 0. A single segment
 keeps only the row numbers that the result has: decoding one token keeps two rows, not a segment.
 
-Sequences of their own (``lengths``, ``cu_seqlens``) add rows to the tables and no launches. If partial results would take
-much memory, they are computed one share of the batch after the other (shares.py). Each share has launches of its own and
-puts its partial results in the same memory.
+Sequences of their own (``lengths``, ``starts``, ``cu_seqlens``) add rows to the tables and no launches. If partial results
+would take much memory, they are computed one share of the batch after the other (shares.py). Each share has launches of its
+own and puts its partial results in the same memory.
 
 The tiles of a ``RunningProblem`` have another layout, without a tree: see ``_RunningBuilder``.
 """
@@ -214,7 +214,7 @@ class _Builder:
             f.head_row_step, q_start, f.q_rows, k_start, f.k_rows, min(f.row_stride, plan.keys.stop), int(f.causal),
             f.zero_keys, f.branch, batch_slice.number, start - tensor_row, *in_layout,
             self.layout_index[children[0]] if children else 0, len(children),
-            min(f.row_stride, plan.keys.stop), f.head_row_step,
+            min(f.row_stride, plan.keys.stop), f.head_row_step, span.padding,
         )  # fmt: skip
 
     def _launch(self, share: list[BatchSlice], bundles: list[int], attends: bool) -> Launch:
@@ -298,7 +298,8 @@ class _RunningBuilder:
                 rows.append((
                     programs, tiles.sample, 1, 0, len(own.key_heads), own.key_heads.start, own.key_heads.step,
                     f.head_row_step, own.q_start, f.q_rows, k_start, f.k_rows, f.row_stride if f.q_rows > 1 else 1, 0, 0,
-                    f.branch, x.number, 0, self.bases[x.number], 1, self.capacity[x.sequence], 0, 0, 0, 0, k_stride, k_step,
+                    f.branch, x.number, 0, self.bases[x.number], 1, self.capacity[x.sequence], 0, 0, 0, 0,
+                    k_stride, k_step, 0,
                 ))  # fmt: skip
                 blocks = -(-(f.k_rows if self.by_keys else f.q_rows) // (self.block if attends else SUM_ROWS))
                 programs += blocks * self.heads_per_key * len(own.key_heads)

@@ -14,6 +14,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.columns import (
     FAMILY_CHILDREN,
     FAMILY_FIRST_CHILD,
     FAMILY_FIRST_SAMPLE,
+    FAMILY_PADDING,
     FAMILY_TO_POSITION,
 )
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
@@ -251,8 +252,12 @@ def dq_kernel(
         v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE)
         stream = tl.full([], 0, tl.uint32)
         q_positions = q_start + q_shift + rows * stride
+        k_first = k_start
         if DROPOUT:
             stream = dropout_stream(SEED, sample, head, tl.load(row + FAMILY_BRANCH))
+            padding = tl.load(row + FAMILY_PADDING)
+            q_positions -= padding
+            k_first -= padding
 
         q_originals = rows
         if ORDERED:
@@ -265,12 +270,12 @@ def dq_kernel(
         else:
             dq = dq_over_keys(
                 dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows,
-                rows, causal, scale_log2, stream, q_positions, k_start, k_stride, threshold, keep_scale, POSITIONS, sample,
+                rows, causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, POSITIONS, sample,
                 N, q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, False, DROPOUT, ORDERED, PRECISION,
             )  # fmt: skip
         dq = dq_over_keys(
             dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
-            causal, scale_log2, stream, q_positions, k_start, k_stride, threshold, keep_scale, POSITIONS, sample, N,
+            causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, POSITIONS, sample, N,
             q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, True, DROPOUT, ORDERED, PRECISION,
         )  # fmt: skip
         dq *= scale
@@ -471,7 +476,12 @@ def dkv_kernel(
         dout_step = stride * dout_stride_n
         q_offsets = block_offsets(q_step, BLOCK_M, BLOCK_D, WIDE)
         dout_offsets = block_offsets(dout_step, BLOCK_M, BLOCK_D, WIDE)
+        q_first = q_start + q_shift
         k_positions = k_start + columns * k_stride
+        if DROPOUT:
+            padding = tl.load(row + FAMILY_PADDING)
+            q_first -= padding
+            k_positions -= padding
 
         # Masked blocks of query rows: those that cross the diagonal, from row `begin` on, and the one that the tile's end
         # cuts.
@@ -496,7 +506,7 @@ def dkv_kernel(
                 stream = dropout_stream(SEED, sample, head, tl.load(row + FAMILY_BRANCH))
             dk, dv = dkv_over_queries(
                 dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
-                dout_offsets, begin, crossing, end, cut, q_rows, columns, causal, scale_log2, stream, q_start + q_shift,
+                dout_offsets, begin, crossing, end, cut, q_rows, columns, causal, scale_log2, stream, q_first,
                 k_positions, stride, threshold, keep_scale, POSITIONS, sample, N, q_start, k_originals,
                 TABLE, 0, 0, D, BLOCK_D, BLOCK_M, 0, True, DROPOUT, ORDERED, WIDE, PRECISION,
             )  # fmt: skip
@@ -504,7 +514,7 @@ def dkv_kernel(
                 dk, dv = dkv_over_queries(
                     dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step,
                     q_offsets, dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_rows, columns, causal, scale_log2,
-                    stream, q_start + q_shift, k_positions, stride, threshold, keep_scale, POSITIONS, sample, N, q_start,
+                    stream, q_first, k_positions, stride, threshold, keep_scale, POSITIONS, sample, N, q_start,
                     k_originals, TABLE, 0, 0, D, BLOCK_D, BLOCK_M, 0, False, DROPOUT, ORDERED, WIDE, PRECISION,
                 )  # fmt: skip
         dk *= scale

@@ -8,6 +8,7 @@ import triton.language as tl
 from dilated_attention_pytorch.backends.gpu.kernels.backward import dkv_over_queries, dq_over_keys
 from dilated_attention_pytorch.backends.gpu.kernels.block_forward import (
     block_stream,
+    dropout_row,
     listed_keys,
     load_list,
     locate_block,
@@ -98,15 +99,16 @@ def block_dq_kernel(
     v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE)
 
     stream = block_stream(SEED, sample, head, DROPOUT)
+    zero = dropout_row(row, k_row, DROPOUT)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = dq_over_keys(
         dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_length, positions,
-        CAUSAL, scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
+        CAUSAL, scale_log2, stream, zero + positions, zero, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, DROPOUT, False, PRECISION,
     )  # fmt: skip
     dq = dq_over_keys(
         dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_length,
-        positions, CAUSAL, scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N,
+        positions, CAUSAL, scale_log2, stream, zero + positions, zero, 1, threshold, keep_scale, ROWS, sample, N,
         positions, LIST, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, DROPOUT, False, PRECISION,
     )  # fmt: skip
     start = ((sample * N + q_row + first) * H + head) * D
@@ -221,6 +223,7 @@ def block_dkv_kernel(
     q_offsets = block_offsets(q_step, BLOCK_M, BLOCK_D, WIDE)
     dout_offsets = block_offsets(dout_step, BLOCK_M, BLOCK_D, WIDE)
 
+    zero = dropout_row(row, k_row, DROPOUT)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in tl.range(0, group):
@@ -238,14 +241,14 @@ def block_dkv_kernel(
         statistics = (sample * H + head) * N + q_row
         dk, dv = dkv_over_queries(
             dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
-            dout_offsets, begin, crossing, end, cut, q_length, columns, CAUSAL, scale_log2, stream, k_row, k_row + columns,
+            dout_offsets, begin, crossing, end, cut, q_length, columns, CAUSAL, scale_log2, stream, zero, zero + columns,
             one, threshold, keep_scale, ROWS, sample, N, 0, columns, LIST, listed_rows, q_first,
             D, BLOCK_D, BLOCK_M, BLOCK_SIZE, True, DROPOUT, False, WIDE, PRECISION,
         )  # fmt: skip
         dk, dv = dkv_over_queries(
             dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
-            dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_length, columns, CAUSAL, scale_log2, stream, k_row,
-            k_row + columns, one, threshold, keep_scale, ROWS, sample, N, 0, columns, LIST, listed_rows, q_first,
+            dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_length, columns, CAUSAL, scale_log2, stream, zero,
+            zero + columns, one, threshold, keep_scale, ROWS, sample, N, 0, columns, LIST, listed_rows, q_first,
             D, BLOCK_D, BLOCK_M, BLOCK_SIZE, False, DROPOUT, False, WIDE, PRECISION,
         )  # fmt: skip
     start = ((sample * M + k_row + first) * G + key_head) * D

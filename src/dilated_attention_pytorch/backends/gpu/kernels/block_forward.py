@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from dilated_attention_pytorch.backends.gpu.kernels.columns import (
+    BLOCK_DROPOUT_ROW,
     BLOCK_FIRST_LIST,
     BLOCK_K_LENGTH,
     BLOCK_K_ROW,
@@ -89,6 +90,14 @@ def block_stream(SEED, sample, head, DROPOUT: tl.constexpr):
 
 
 @triton.jit
+def dropout_row(row, k_row, DROPOUT: tl.constexpr):
+    """The number of position 0 in dropout; any number without it."""
+    if DROPOUT:
+        k_row = tl.load(row + BLOCK_DROPOUT_ROW)
+    return k_row
+
+
+@triton.jit
 def block_forward_kernel(
     Q,
     K,
@@ -158,17 +167,18 @@ def block_forward_kernel(
     v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE)
 
     stream = block_stream(SEED, sample, head, DROPOUT)
+    zero = dropout_row(row, k_row, DROPOUT)
     m2 = tl.zeros([BLOCK_M], tl.float32) - float("inf")
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc, m2, total = attend_keys(
         acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_length, positions,
-        CAUSAL, scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
+        CAUSAL, scale_log2, stream, zero + positions, zero, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, DROPOUT, False, PRECISION,
     )  # fmt: skip
     acc, m2, total = attend_keys(
         acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_length, positions,
-        CAUSAL, scale_log2, stream, k_row + positions, k_row, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
+        CAUSAL, scale_log2, stream, zero + positions, zero, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, DROPOUT, False, PRECISION,
     )  # fmt: skip
     # A row without keys: 0, and -inf as m2 is.

@@ -36,6 +36,7 @@ FAMILY_WIDTH, LAYOUT_WIDTH, BLOCK_WIDTH = (tl.constexpr(len(x)) for x in (FAMILY
     FAMILY_CHILDREN,
     FAMILY_K_ROW_STRIDE,
     FAMILY_K_HEAD_ROW_STEP,
+    FAMILY_PADDING,
 ) = map(tl.constexpr, range(len(FAMILY_COLUMNS)))
 
 (
@@ -60,4 +61,5 @@ FAMILY_WIDTH, LAYOUT_WIDTH, BLOCK_WIDTH = (tl.constexpr(len(x)) for x in (FAMILY
     BLOCK_FIRST_LIST,
     BLOCK_LIST_STEP,
     BLOCK_K_LENGTH,
+    BLOCK_DROPOUT_ROW,
 ) = map(tl.constexpr, range(len(BLOCK_COLUMNS)))

@@ -11,6 +11,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.columns import (
     FAMILY_CHILDREN,
     FAMILY_FIRST_CHILD,
     FAMILY_FIRST_SAMPLE,
+    FAMILY_PADDING,
     FAMILY_TO_POSITION,
     FAMILY_ZERO_KEYS,
 )
@@ -210,8 +211,12 @@ def forward_kernel(
 
         stream = tl.full([], 0, tl.uint32)
         q_positions = q_start + q_shift + rows * stride
+        k_first = k_start
         if DROPOUT:
             stream = dropout_stream(SEED, sample, head, tl.load(row + FAMILY_BRANCH))
+            padding = tl.load(row + FAMILY_PADDING)
+            q_positions -= padding
+            k_first -= padding
 
         q_originals = rows
         if ORDERED:
@@ -224,12 +229,12 @@ def forward_kernel(
         else:
             acc, m2, total = attend_keys(
                 acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
-                causal, scale_log2, stream, q_positions, k_start, k_stride, threshold, keep_scale, POSITIONS, sample, N,
+                causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, POSITIONS, sample, N,
                 q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, False, DROPOUT, ORDERED, PRECISION,
             )  # fmt: skip
         acc, m2, total = attend_keys(
             acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
-            causal, scale_log2, stream, q_positions, k_start, k_stride, threshold, keep_scale, POSITIONS, sample, N,
+            causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, POSITIONS, sample, N,
             q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, True, DROPOUT, ORDERED, PRECISION,
         )  # fmt: skip
         acc = acc / total[:, None]
