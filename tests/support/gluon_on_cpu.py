@@ -291,6 +291,7 @@ FAKES = {
     "warpgroup_mma": product,
     "warpgroup_mma_wait": _wait_products,
     "fence_async_shared": races.fence,
+    "prefetch_rows": lambda *_: None,
     # A launch begins when the one before is done.
     "gdc_launch_dependents": lambda: None,
     "gdc_wait": lambda: None,
@@ -362,12 +363,12 @@ def installed(monkeypatch, *, programs: int, element: str) -> list[str]:
     """
     through_triton, launched = KernelLaunch.first, []
 
-    def first(call, kind, tensors):
+    def first(call, kind, tensors, changing):
         if isinstance(call.kernel, GluonJITFunction):
             launched.append(call.kernel.fn.__name__)
             _launch(call, tensors, element)
         else:
-            through_triton(call, kind, tensors)
+            through_triton(call, kind, tensors, changing)
 
     monkeypatch.setattr(KernelLaunch, "first", first)
     monkeypatch.setattr(persistent, "multiprocessors", lambda _device: programs)
