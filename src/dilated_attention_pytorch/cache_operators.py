@@ -85,19 +85,18 @@ def _attend_tokens(
     held: HeldRows, storage: CacheTensors, inputs: Inputs, lengths: Tensor | None, scale: float
 ) -> Results:  # fmt: skip
     """The attention of few tokens, one after the other."""
-    query, key, value = inputs
-    attend_token = _single_tokens(key).step
+    attend_token = _single_tokens(inputs.key).step
     lengths = None if lengths is None else lengths.to(inputs.key.device)
-    tokens = []
-    for i in range(key.shape[1]):
+    tokens, n = [], inputs.key.shape[1]
+    for i in range(n):
         valid = None if lengths is None else lengths > i
-        tokens.append(attend_token(held, storage, query[:, i], key[:, i], value[:, i], valid, scale))
-    if not tokens:
+        token = inputs if n == 1 else Inputs(*(x[:, i : i + 1] for x in inputs))
+        tokens.append(Results(*attend_token(held, storage, *token, valid, scale)))
+    if n == 1:
+        return tokens[0]
+    if n == 0:
         return Results(*_attend_fake(*inputs))
-    if len(tokens) == 1:
-        ((out, lse),) = tokens
-        return Results(out.unsqueeze(1), lse.unsqueeze(2))
-    return Results(torch.stack([out for out, _ in tokens], 1), torch.stack([lse for _, lse in tokens], 2))
+    return Results(torch.cat([x.out for x in tokens], 1), torch.cat([x.lse for x in tokens], 2))
 
 
 def append(

@@ -41,6 +41,7 @@ CACHES = (
     Cache("backends.hopper.configs", "_extent", "pairs and rows of a problem, by which the joint backward is chosen"),
     Cache("backends.hopper.persistent", "multiprocessors", "the number of multiprocessors of a device"),
     Cache("backends.gpu.decoding", "_table", "segment lengths, rates and offsets of a pattern on a device"),
+    Cache("backends.gpu.decoding", "_launch_of", "launches of decoding steps by their sizes"),
     Cache("backends.gpu.decoding", "_multiprocessors", "the number of multiprocessors of a device"),
     Cache("cache_operators", "_tokens_module", "what computes decoding steps, by device, dtype and head size"),
     Cache("distributed.traffic", "_held", "the chunks of shards as tensors, eight entries"),

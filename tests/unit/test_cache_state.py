@@ -334,12 +334,12 @@ def test_steps_beyond_max_tokens_that_only_the_device_knows():
     cache, held = case.cache(max_tokens=20), HeldRows.of(case.pattern, 2, 20, 32)
     cache.attend(*case.chunk(0, 20), lengths=[20, 20, 10])
     keys = cache._storage.keys.clone()
-    row = [torch.stack([x[b, p] for b, p in enumerate((20, 20, 10))]) for x in case[1:4]]
+    row = [torch.stack([x[b, p : p + 1] for b, p in enumerate((20, 20, 10))]) for x in case[1:4]]
     out, lse = step(held, cache._storage, *row, torch.tensor([True, False, True]), 0.5)
     assert out[0].isnan().all()
     assert lse[0].isnan().all()
     assert (out[1] == 0).all()
-    torch.testing.assert_close(out[2], case.out[2, 10], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(out[2, 0], case.out[2, 10], rtol=1e-10, atol=1e-10)
     assert cache.tokens_seen.tolist() == [20, 20, 11]
     append_(held, cache._storage, *(x[:, :3] for x in case[2:4]), None)
     assert cache.tokens_seen.tolist() == [20, 20, 14]

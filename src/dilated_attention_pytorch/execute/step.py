@@ -71,10 +71,11 @@ class _Columns(NamedTuple):
 def step(
     held: HeldRows, storage: CacheTensors, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Append one token of every valid sample, and return its attention ``out (B, H, D)`` and ``lse (B, H)``.
+    """Append one token of every valid sample, and return its attention ``out (B, 1, H, D)`` and ``lse (B, H, 1)``.
 
-    ``query`` is (B, H, D), ``key`` and ``value`` are (B, G, D), ``valid`` is (B,) bool. Other samples keep their state and
-    get 0 and -inf. A token beyond ``max_tokens`` is not appended and gets NaN, because only the device knows its position.
+    ``query`` is (B, 1, H, D), ``key`` and ``value`` are (B, 1, G, D), ``valid`` is (B,) bool. Other samples keep their
+    state and get 0 and -inf. A token beyond ``max_tokens`` is not appended and gets NaN, because only the device knows its
+    position.
     """
     keys, values, tokens_seen, rolled_back, *_ = storage
     valid = torch.ones_like(tokens_seen, dtype=torch.bool) if valid is None else valid
@@ -88,7 +89,7 @@ def step(
     own = ((inside % branches.r).unsqueeze(1) == branches.offsets) & valid[:, None, None]
     index = (branches.first + number % branches.slots)[:, None, :, None].expand(*own.shape, keys.shape[3])
     for rows, row in ((keys, key), (values, value)):
-        rows.scatter_(2, index, torch.where(own.unsqueeze(-1), row.unsqueeze(2), rows.gather(2, index)))
+        rows.scatter_(2, index, torch.where(own.unsqueeze(-1), row.transpose(1, 2), rows.gather(2, index)))
     # The rows of the token's segment, where it is a row itself, (B, G, S).
     columns = _Columns.of(storage.table.index_select(1, rows_of))
     near = columns.behind(number.index_select(1, rows_of)) <= (inside // branches.r).index_select(1, rows_of)
@@ -98,21 +99,21 @@ def step(
     tokens_seen.add_(taken)
     rolled_back.sub_(taken).clamp_(min=0)
     if beyond is not None:
-        out = out.masked_fill(beyond[:, None, None], torch.nan)
-        lse = lse.masked_fill(beyond[:, None], torch.nan)
+        out = out.masked_fill(beyond[:, None, None, None], torch.nan)
+        lse = lse.masked_fill(beyond[:, None, None], torch.nan)
     return out, lse
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """One softmax over the rows that are seen (B, G, S). Other rows may hold anything, also NaN."""
-    (batch, heads, head_dim), key_heads, dtype = query.shape, keys.shape[1], accumulate_dtype(query.dtype)
-    q = query.to(dtype).view(batch, key_heads, heads // key_heads, head_dim)
+    (batch, _, heads, head_dim), key_heads, dtype = query.shape, keys.shape[1], accumulate_dtype(query.dtype)
+    q = query.to(dtype).reshape(batch, key_heads, heads // key_heads, head_dim)
     scores = torch.matmul(q, keys.to(dtype).transpose(-1, -2)).mul(scale)
     scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0))
     out = torch.matmul(weights, values.to(dtype).masked_fill(~seen.unsqueeze(-1), 0.0))
-    return out.view(query.shape).to(query.dtype), lse.view(batch, heads)
+    return out.view(query.shape).to(query.dtype), lse.view(batch, heads, 1)
 
 
 def append_(held: HeldRows, storage: CacheTensors, key: Tensor, value: Tensor, lengths: Tensor | None) -> None:

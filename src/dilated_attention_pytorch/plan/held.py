@@ -20,17 +20,13 @@ class HeldBranch:
     ``p // w * segment_rows + p % w // r``. It is stored in the slot ``number % slots``.
     """
 
+    pattern: Dilated  # of this branch
     segment_length: int
     dilation_rate: int
     offsets: tuple[int, ...]  # one per key head
     segment_rows: int  # the most rows that a key head has in one segment
     first_row: int
     slots: int
-
-    @property
-    def pattern(self) -> Dilated:
-        """The pattern of this branch."""
-        return Dilated([self.segment_length], [self.dilation_rate], self.offsets)
 
     def number(self, position: int) -> int:
         """The number of the row at a position. Rows of one head have ascending numbers."""
@@ -83,7 +79,7 @@ class HeldRows:
             offsets = tuple(pattern.offset(g, key_heads, r) for g in range(key_heads))
             rows = -(-(w if max_tokens is None else min(w, max_tokens)) // r)
             slots = max(rows, _reach(w, r, rows, max_tokens, max_rollback))
-            branches.append(HeldBranch(w, r, offsets, rows, first, slots))
+            branches.append(HeldBranch(Dilated([w], [r], offsets), w, r, offsets, rows, first, slots))
             first += slots
         return HeldRows(pattern, tuple(branches), key_heads, max_tokens, max_rollback)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +19,13 @@ from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.plan.held import HeldRows
 from dilated_attention_pytorch.values import Inputs, Results
 
-BLOCK_BYTES = 2**13  # of the keys that a program reads at a time, and as many of values
-PROGRAMS = 6  # for each multiprocessor: one sample of 12 heads gives work to a whole GPU
+BLOCK_BYTES = 2**14  # of the keys that a program reads at a time, and as many of values
+PROGRAMS = 8  # for each multiprocessor: one sample of 12 heads gives work to a whole GPU
 MOST_SPLITS = 64  # programs of a key head, whose partial results one program merges
 WARPS = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
+class _Rows(NamedTuple):
     """The rows that a token meets, and where the kernel finds them."""
 
     keys: Tensor
@@ -37,6 +37,45 @@ class _Rows:
     cache: CacheTensors | None = None
     valid: Tensor | None = None
     max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """The sizes of a token. Steps with equal ones have equal launches."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    most_rows: int
+    branches: int
+    is_cached: bool
+    has_valid: bool
+    is_bounded: bool
+    is_exact: bool  # float32 products are not rounded
+
+
+@lru_cache(maxsize=64)
+def _launch_of(token: _Token) -> tuple[int, int, dict[str, Any]]:
+    """The programs of a key head, the width of a partial result, and the constants of the kernel."""
+    block_d, heads = padded(token.head_dim), token.heads // token.key_heads
+    block_n = max(16, BLOCK_BYTES // (block_d * token.dtype.itemsize))
+    programs = PROGRAMS * _multiprocessors(token.device) // (token.batch * token.key_heads)
+    splits = max(1, min(programs, -(-token.most_rows // block_n), MOST_SPLITS))
+    constants = {
+        "HEADS": heads, "ROWS": 1 if heads == 1 else max(16, power_of_two(heads)), "D": token.head_dim,
+        "BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_S": power_of_two(splits), "LANES": power_of_two(token.branches),
+        "CACHED": token.is_cached, "HAS_VALID": token.has_valid, "BOUNDED": token.is_bounded,
+        "PRECISION": "ieee" if token.is_exact else "tf32", "num_warps": WARPS,
+    }  # fmt: skip
+    return splits, block_d + 1, constants
+
+
+def power_of_two(least: int) -> int:
+    """The smallest power of two that is at least this number, and at least 2."""
+    return max(2, 1 << (least - 1).bit_length())
 
 
 @lru_cache(maxsize=64)
@@ -92,39 +131,29 @@ def last_row(pattern: Dilated, inputs: Inputs, scale: float) -> Results:
     table = _table(pattern, key.shape[2], key.device)
     keep_for_device(table, (table,))
     rows = _Rows(key, value, (*key.stride()[:3], *value.stride()[:3]), table, most_rows, length - 1)
-    out, lse = _launch(rows, Inputs(query[:, 0], key[:, -1], value[:, -1]), scale)
-    return Results(out.unsqueeze(1), lse.unsqueeze(-1))
+    return Results(*_launch(rows, Inputs(query, key[:, -1:], value[:, -1:]), scale))
 
 
 def _launch(rows: _Rows, token: Inputs, scale: float) -> tuple[Tensor, Tensor]:
+    """Launch the kernel for tokens (B, 1, heads, D). Results are (B, 1, H, D) and (B, H, 1)."""
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in token)
-    (batch, heads, head_dim), key_heads, device = query.shape, key.shape[1], query.device
-    block_d = padded(head_dim)
-    block_n = max(16, BLOCK_BYTES // (block_d * key.element_size()))
-    programs = PROGRAMS * _multiprocessors(device) // (batch * key_heads)
-    splits = max(1, min(programs, -(-rows.most_rows // block_n), MOST_SPLITS))
-    out = torch.empty((batch, heads, head_dim), dtype=query.dtype, device=device)
-    lse = torch.empty((batch, heads), dtype=torch.float32, device=device)
-    partial = torch.empty((batch, heads, splits, block_d + 1), dtype=torch.float32, device=device)
+    (batch, _, heads, head_dim), key_heads, device, branches = query.shape, key.shape[2], query.device, rows.table.shape[1]
+    is_cached, has_valid, is_bounded = rows.cache is not None, rows.valid is not None, rows.max_tokens is not None
+    sizes = batch, heads, key_heads, head_dim, query.dtype, device, rows.most_rows, branches
+    splits, width, constants = _launch_of(_Token(*sizes, is_cached, has_valid, is_bounded, exact_products(query)))
+    out = torch.empty((batch, 1, heads, head_dim), dtype=query.dtype, device=device)
+    lse = torch.empty((batch, heads, 1), dtype=torch.float32, device=device)
+    partial = torch.empty((batch, heads, splits, width), dtype=torch.float32, device=device)
     if rows.cache is None:  # the kernel does not read what stands for the tensors of a cache
         seen = rolled_back = rows.table
         arrived = torch.zeros(batch * (key_heads + 1), dtype=torch.int32, device=device)
     else:
         seen, rolled_back, arrived = rows.cache.tokens_seen, rows.cache.rolled_back, rows.cache.arrived
+    valid = seen if rows.valid is None else rows.valid
     tensors = (
-        query, key, value, rows.keys, rows.values, seen, rolled_back, seen if rows.valid is None else rows.valid,
-        out, lse, partial, arrived, rows.table,
+        query, key, value, rows.keys, rows.values, seen, rolled_back, valid, out, lse, partial, arrived, rows.table
     )  # fmt: skip
-    branches, heads_per_key = rows.table.shape[1], heads // key_heads
-    sizes = batch, branches, splits, key_heads, rows.max_tokens or 0
-    strides = (*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *rows.strides)
-    constants = {
-        "HEADS": heads_per_key, "ROWS": 1 if heads_per_key == 1 else max(16, 1 << (heads_per_key - 1).bit_length()),
-        "D": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_S": max(2, 1 << (splits - 1).bit_length()),
-        "LANES": max(2, 1 << (branches - 1).bit_length()), "CACHED": rows.cache is not None,
-        "HAS_VALID": rows.valid is not None, "BOUNDED": rows.max_tokens is not None,
-        "PRECISION": "ieee" if exact_products(query) else "tf32", "num_warps": WARPS,
-    }  # fmt: skip
-    numbers = (*sizes, *strides, scale * LOG2_E)
+    strides = (*(x for own in (query, key, value) for x in own.stride()[::2]), *rows.strides)
+    numbers = (batch, branches, splits, key_heads, rows.max_tokens or 0, *strides, scale * LOG2_E)
     launch_one(decode_kernel, splits * batch * key_heads, tensors, numbers, constants, (rows.position,))
     return out, lse
