@@ -12,6 +12,8 @@ import sys
 import pytest
 import torch
 
+from programs import WITH_CTRL_C
+
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
@@ -122,7 +124,7 @@ def test_kill_in_the_middle_of_a_chunk_changes_no_result(tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX systems")
 def test_interrupt_prints_what_is_finished(tmp_path):
     path = tmp_path / "state"
-    program = AT_CHUNK.format(name="SIGINT") + START
+    program = WITH_CTRL_C + AT_CHUNK.format(name="SIGINT") + START
     options = ["--checkpoint", str(path), "--every", "0", "--json", str(tmp_path / "figures.json")]
     result = subprocess.run(
         [sys.executable, "-c", program, *SMALL, *options], capture_output=True, text=True, timeout=300, check=False

@@ -47,8 +47,8 @@ def equivalent_start(pattern: Dilated, position: int, tokens: int) -> int:
     Where the tokens are inside of one segment, only the position of the first one modulo the rate matters. Kernels count
     positions in 32 bits.
 
-    >>> equivalent_start(Dilated([64, 2**40], [1, 16]), 2**35 + 80, tokens=10)
-    16
+    >>> equivalent_start(Dilated([64, 2**40], [1, 16]), 2**35 + 83, tokens=10)
+    3
     """
     inside = [position % w + tokens <= w for w, _ in pattern.branches]
     periods = [r if within and w % r == 0 else w for within, (w, r) in zip(inside, pattern.branches, strict=True)]
