@@ -53,8 +53,7 @@ class Sharding:
             for all ranks of the job.
         layout: how the shards lie in the sequence. ``"contiguous"`` is the order of ranks. In ``"zigzag"``, each rank has
             an early and a late half, which balances causal work. ``distributed.Shards`` gives the rows of every rank: the
-            ranks then compare their arguments only at the first call with them, and a rank that refuses its own arguments
-            lets the others wait until the timeout of the group.
+            ranks then compare their arguments only at the first call with them.
         bucket_size: rows per message, per key head and sample. The default is a sixteenth of the longest shard, at least
             512, and on a GPU at least 16,384. Two messages exist in each direction at a time. Block-sparse patterns
             refuse it, because all rows that a rank reads from another are one message.

@@ -75,9 +75,9 @@ def _raise_if(reasons: list[str], backend: str) -> None:
 def fused_backend(call: Call, request: Request) -> str | None:
     """The backend whose fused kernels compute the tiles of ranks; None if stock kernels do.
 
-    ``"auto"`` takes the Hopper kernels where they are possible: a forward of a message takes 0.76 to 1.00 of the time of
-    stock operators, a backward 0.77 to 1.11 (results/h200_messages.json). Ranks on different GPUs may therefore choose differently, which changes nothing that
-    travels. A backend that is asked for and cannot serve the call is an error.
+    ``"auto"`` takes the Hopper kernels where they are possible. A forward of a message takes 0.76 to 1.00 of the time of
+    stock operators, a backward 0.77 to 1.11 (results/h200_messages.json). Ranks on different GPUs may therefore choose
+    differently, which changes nothing that travels. A backend that is asked for and cannot serve the call is an error.
     """
     if call.backend == "auto":
         return None if _why_not("hopper", call, request) else "hopper"
