@@ -163,10 +163,11 @@ def test_kernels_are_launched_on_the_stream_of_their_tensors(monkeypatch):
 def test_arguments_of_calls_have_the_places_of_parameters(package, which, queries, monkeypatch):
     """By the names that kernels give them. With 7 queries, parts of dk and dv are added up at the end."""
     from dilated_attention_pytorch.backends.gpu import portable
-    from dilated_attention_pytorch.backends.hopper import persistent
+    from dilated_attention_pytorch.backends.hopper import block_run
     from dilated_attention_pytorch.backends.hopper import run as hopper
 
-    monkeypatch.setattr(persistent, "multiprocessors", lambda device: 132)
+    for module in (hopper, block_run):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     problem = Problem(Dilated([64, 128], [1, 2]), False, 2, queries, 200, 6, 3, None, None)
     by_keys, device = which in ("dkv", "joint"), torch.device("cpu")
     plan = find_launch_plan(problem, block=64, by_keys=by_keys, head_dim=64, device=device)

@@ -27,7 +27,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 import gluon_races as races
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch
-from dilated_attention_pytorch.backends.hopper import persistent
+from dilated_attention_pytorch.backends.hopper import block_run, run
 from dilated_attention_pytorch.backends.hopper.backend import HopperBackend
 from gluon_values import NUMBERS, Int, Pointer, Shared, load, of_two, product, reduced, store, value, where
 
@@ -371,6 +371,7 @@ def installed(monkeypatch, *, programs: int, element: str) -> list[str]:
             through_triton(call, kind, tensors, changing)
 
     monkeypatch.setattr(KernelLaunch, "first", first)
-    monkeypatch.setattr(persistent, "multiprocessors", lambda _device: programs)
+    for module in (run, block_run):
+        monkeypatch.setattr(module, "multiprocessors", lambda _device: programs)
     monkeypatch.setattr(HopperBackend, "why_not", lambda _self, _request: [])
     return launched

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from cache_cases import Sequences, chunk_ends, sequences, state_of
 from dilated_attention_pytorch import BlockSparse, Dilated, DilatedKVCache, SparsePatternConfig
-from dilated_attention_pytorch.execute.step import append_, step
-from dilated_attention_pytorch.plan.held import HeldRows
 
 PATTERN = Dilated([8, 32], [1, 3])
 
@@ -326,24 +324,6 @@ def test_tokens_that_require_gradients_are_taken_without_them():
     chunk = [x.clone().requires_grad_() for x in case[1:4]]
     with torch.no_grad():
         case.check(*case.cache().attend(*chunk, return_lse=True))
-
-
-def test_steps_beyond_max_tokens_that_only_the_device_knows():
-    """A decoding step cannot raise for a position on a GPU: the token gets NaN, and nothing is changed."""
-    case = Sequences.of(Dilated([64], [3]), 3, 30, 2)
-    cache, held = case.cache(max_tokens=20), HeldRows.of(case.pattern, 2, 20, 32)
-    cache.attend(*case.chunk(0, 20), lengths=[20, 20, 10])
-    keys = cache._storage.keys.clone()
-    row = [torch.stack([x[b, p : p + 1] for b, p in enumerate((20, 20, 10))]) for x in case[1:4]]
-    out, lse = step(held, cache._storage, *row, torch.tensor([True, False, True]), 0.5)
-    assert out[0].isnan().all()
-    assert lse[0].isnan().all()
-    assert (out[1] == 0).all()
-    torch.testing.assert_close(out[2, 0], case.out[2, 10], rtol=1e-10, atol=1e-10)
-    assert cache.tokens_seen.tolist() == [20, 20, 11]
-    append_(held, cache._storage, *(x[:, :3] for x in case[2:4]), None)
-    assert cache.tokens_seen.tolist() == [20, 20, 14]
-    assert cache._storage.keys[:2].equal(keys[:2])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu.kernels.append import append_kernel
 from dilated_attention_pytorch.backends.gpu.kernels.decode import decode_kernel
-from dilated_attention_pytorch.backends.gpu.launch import launch_one
+from dilated_attention_pytorch.backends.gpu.launch import launch_one, multiprocessors
 from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, exact_products, padded
 from dilated_attention_pytorch.backends.gpu.tables import keep_for_device
 from dilated_attention_pytorch.execute.step import CacheTensors, held_tables
@@ -62,7 +62,7 @@ def _launch_of(token: _Token) -> tuple[int, int, dict[str, Any]]:
     """The programs of a key head, the width of a partial result, and the constants of the kernel."""
     block_d, heads = padded(token.head_dim), token.heads // token.key_heads
     block_n = max(16, BLOCK_BYTES // (block_d * token.dtype.itemsize))
-    programs = PROGRAMS * _multiprocessors(token.device) // (token.batch * token.key_heads)
+    programs = PROGRAMS * multiprocessors(token.device) // (token.batch * token.key_heads)
     splits = max(1, min(programs, -(-token.most_rows // block_n), MOST_SPLITS))
     constants = {
         "HEADS": heads, "ROWS": 1 if heads == 1 else max(16, power_of_two(heads)), "D": token.head_dim,
@@ -81,12 +81,6 @@ def power_of_two(least: int) -> int:
 @lru_cache(maxsize=64)
 def _table(pattern: Dilated, key_heads: int, device: torch.device) -> Tensor:
     return held_tables(HeldRows.of(pattern, key_heads, 1), device)[0]
-
-
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    """Of a GPU; the interpreter pretends to have few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def step(

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.runtime import driver
 
 # A product and a sum as one instruction, which softmax needs. Triton up to 3.9 warns that this default will change.
 FUSED = {"enable_fp_fusion": True}
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of a GPU run at the same time; the interpreter has two."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)

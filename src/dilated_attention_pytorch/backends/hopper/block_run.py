@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.block_tables import BlockTable, find_block_tables
-from dilated_attention_pytorch.backends.gpu.launch import launch_one
+from dilated_attention_pytorch.backends.gpu.launch import launch_one, multiprocessors
 from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, RowStatistics, row_strides
 from dilated_attention_pytorch.backends.gpu.running import is_running
 from dilated_attention_pytorch.backends.hopper import persistent
@@ -35,7 +35,7 @@ def _launch(
     mode |= {"BLOCK_SIZE": size, "CAUSAL": problem.is_causal, "RUNNING": is_running(problem, by_keys=by_keys)}
     mode |= persistent.constants(config, tensors[0].shape[-1])
     if items:  # at most one program for each multiprocessor; the programs share the items
-        programs = min(items, persistent.multiprocessors(taken.device))
+        programs = min(items, multiprocessors(taken.device))
         tensors, numbers = (*tensors, *table.tensors, taken), (rows, items, *numbers)
         persistent.with_scratch(lambda: launch_one(kernel, programs, tensors, numbers, mode), programs, taken.device)
 

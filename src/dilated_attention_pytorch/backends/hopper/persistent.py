@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextvars
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -40,12 +39,6 @@ class GradientInputs(NamedTuple):
     def strides(self) -> Strides:
         """Of each tensor."""
         return self.query.stride(), self.key.stride(), self.value.stride(), self.dout.stride()
-
-
-@lru_cache(maxsize=64)
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run at the same time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def with_scratch(call: Callable[[], None], programs: int, device: torch.device) -> None:

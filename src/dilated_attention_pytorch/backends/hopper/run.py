@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu import portable
-from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch
+from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch, multiprocessors
 from dilated_attention_pytorch.backends.gpu.launch_plan import Launch, LaunchPlan, find_launch_plan
 from dilated_attention_pytorch.backends.gpu.portable import (
     LOG2_E,
@@ -87,7 +87,7 @@ def _launches(
             continue
         number = sum(attends for attends, _ in launches)
         counts = one.table.shape[0], one.programs, *((number,) if kernel is joint_kernel else ())
-        programs = min(one.programs, persistent.multiprocessors(one.table.device))
+        programs = min(one.programs, multiprocessors(one.table.device))
         tables, all_numbers = (one.table, plan.layout, plan.offsets), (*counts, *row_strides(how.strides), *numbers)
         launches.append((True, KernelLaunch(kernel, programs, tables, all_numbers, {**mode, **_constants(how, one)})))
     runs = tuple((attends, tuple(one for _, one in run)) for attends, run in groupby(launches, key=itemgetter(0)))
