@@ -130,6 +130,11 @@ def test_last_row_of_a_sequence(tokens):
     case.check(*attention(query[:, -1:], key, value, case.pattern, **options), tokens - 1)
 
 
+def test_last_row_of_an_empty_batch():
+    query, key = torch.zeros(0, 1, 2, 16, device=DEVICE), torch.zeros(0, 9, 2, 16, device=DEVICE)
+    assert attention(query, key, key, Dilated([4], [1]), backend="triton").shape == (0, 1, 2, 16)
+
+
 @pytest.mark.usefixtures("fused")
 def test_positions_beyond_32_bits():
     case = Case(Dilated([8, 30, 64], [1, 3, 4]), 1, 120, 2, 2, 16)

@@ -86,7 +86,8 @@ def _is_last_row(problem: Problem, options: Options) -> bool:
     if problem.queries != 1 or not isinstance(problem.pattern, Dilated) or problem.pattern.torchscale_padding:
         return False
     usual = problem.branch is None and options.dropout is None and options.positions is None
-    return usual and type(problem) is Problem and problem.lengths is None and problem.cu_seqlens is None
+    is_whole = problem.lengths is None and problem.starts is None and problem.cu_seqlens is None
+    return usual and is_whole and type(problem) is Problem and problem.batch > 0 and problem.heads > 0
 
 
 def _detached_gradients(kernels: ModuleType, problem: Problem, inputs: Inputs, saved: Saved, options: Options) -> Inputs:
