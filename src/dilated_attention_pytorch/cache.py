@@ -233,10 +233,11 @@ class DilatedKVCache:
             counts = [as_integer("n", n, 0)] * batch
         seen, before = (x.tolist() for x in self._storage[2:4])
         for sample, (count, tokens, back) in enumerate(zip(counts, seen, before, strict=True)):
-            if count > tokens or count + back > most:
+            if count < 0 or count > tokens or count + back > most:
                 raise ValueError(
-                    f"rollback takes back at most the tokens of a sample ({tokens}), and ends at most max_rollback = "
-                    f"{most} tokens before its furthest position ({tokens + back}): got {count} for sample {sample}; "
+                    f"rollback takes back 0 or more tokens, at most the tokens of a sample ({tokens}), and ends at most "
+                    f"max_rollback = {most} tokens before its furthest position ({tokens + back}): got {count} for sample "
+                    f"{sample}; "
                     "make a cache with a larger max_rollback, or load an earlier state_dict"
                 )
         self._host.forget()

@@ -54,30 +54,49 @@ class HostPositions:
 
     def forget(self) -> None:
         """Note that positions change on the device."""
+        self._is_captured |= torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         self.known = None
 
-    def add(self, counts: Sequence[int] | None, device: torch.device) -> None:
-        """Note that tokens were appended. ``counts`` is None if the host does not know how many."""
+    def never_know(self) -> None:
+        """Note that positions change without the host from now on: a compiled call may be captured in a CUDA graph."""
+        self._is_captured = True
+        self.known = None
+
+    def take(self) -> list[int] | None:
+        """What is known before tokens are appended. Nothing is known until ``add``, also if an error is raised."""
+        known, self.known = self.known, None
+        return known
+
+    def add(self, known: list[int] | None, counts: Sequence[int] | None, most: int | None, device: torch.device) -> None:
+        """Note that tokens were appended to known positions, to ``most`` tokens. ``counts`` are None if not known."""
         self._is_captured |= device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self.known is None or counts is None or self._is_captured:
-            self.known = None
-        else:
-            self.known = [position + count for position, count in zip(self.known, counts, strict=True)]
+        if known is None or counts is None or self._is_captured:
+            return
+        added = [position + count for position, count in zip(known, counts, strict=True)]
+        self.known = added if most is None else [min(position, most) for position in added]
 
 
 def attend(
     held: HeldRows, storage: CacheTensors, inputs: Inputs, lengths: Tensor | None, scale: float, host: HostPositions
 ) -> Results:
-    """The attention of a chunk, which is appended. Nothing is changed if an error is raised."""
-    n, counts = inputs.key.shape[1], _checked_counts(held, storage, inputs.key, lengths, host)
+    """The attention of a chunk, which is appended. A call that is refused changes nothing."""
+    n, device = inputs.key.shape[1], inputs.key.device
+    if n > MOST_STEPS and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"chunks of more than {MOST_STEPS} tokens have tables for their position, which a CUDA graph would keep: got "
+            f"{n} tokens while a graph is captured; capture steps of at most {MOST_STEPS} tokens"
+        )
+    counts = _checked_counts(held, storage, inputs.key, lengths, host)
+    positions = host.read(storage) if n > MOST_STEPS else ()
+    known = host.take()
     if n > MOST_STEPS:
         assert counts is not None
-        at, kernel = (host.read(storage), counts), _chunk_kernel(held, storage, inputs.query, scale)
+        at, kernel = (positions, counts), _chunk_kernel(held, storage, inputs.query, scale)
         results = chunk(inputs.rows_contiguous(), at, kernel)
         _single_tokens(inputs.key).append_(held, storage, inputs.key, inputs.value, lengths)
     else:
         results = _attend_tokens(held, storage, inputs, lengths, scale)
-    host.add(counts, inputs.key.device)
+    host.add(known, counts, held.max_tokens, device)
     return results
 
 
@@ -86,7 +105,7 @@ def _attend_tokens(
 ) -> Results:  # fmt: skip
     """The attention of few tokens, one after the other."""
     attend_token = _single_tokens(inputs.key).step
-    lengths = None if lengths is None else lengths.to(inputs.key.device)
+    lengths = None if lengths is None else lengths.to(inputs.key.device, non_blocking=True)
     tokens, n = [], inputs.key.shape[1]
     for i in range(n):
         valid = None if lengths is None else lengths > i
@@ -102,10 +121,11 @@ def _attend_tokens(
 def append(
     held: HeldRows, storage: CacheTensors, key: Tensor, value: Tensor, lengths: Tensor | None, host: HostPositions
 ) -> None:
-    """Append a chunk. Nothing is changed if an error is raised."""
+    """Append a chunk. A call that is refused changes nothing."""
     counts = _checked_counts(held, storage, key, lengths, host)
+    known = host.take()
     _single_tokens(key).append_(held, storage, key, value, lengths)
-    host.add(counts, key.device)
+    host.add(known, counts, held.max_tokens, key.device)
 
 
 def _checked_counts(
@@ -134,13 +154,11 @@ def _chunk_kernel(held: HeldRows, storage: CacheTensors, query: Tensor, scale: f
     """What computes the chunks of queries like this one."""
     request = Request.like(query)
     backend = choose("auto", request)
-    if isinstance(backend, TableBackend):
-        return lambda samples, position, inputs: fused.attend_chunk(
-            held, storage, samples, position, inputs, scale, backend
-        )
     kernel = stock_kernel("eager" if SDPA.why_not(request) else "sdpa", request)
 
     def attend_samples(samples: Sequence[int], position: int, inputs: Inputs) -> Results:
+        if isinstance(backend, TableBackend) and fused.can_attend(held, position, inputs.key.shape[1]):
+            return fused.attend_chunk(held, storage, samples, position, inputs, scale, backend)
         rows = [held_rows(branch, storage, samples, position) for branch in held.branches]
         return attend_chunk(held, position, inputs, rows, scale, kernel)
 
@@ -207,7 +225,7 @@ def run_attend(
     """``attend``, through the operator if a compiler traces the call."""
     if torch.compiler.is_compiling():
         constants = held.pattern.spec, held.max_tokens, held.max_rollback
-        host.forget()
+        host.never_know()
         return Results(*attend_cached(*inputs, lengths, *storage, *constants, scale))
     return attend(held, storage, inputs, lengths, scale, host)
 
@@ -218,7 +236,7 @@ def run_append(
     """``append``, through the operator if a compiler traces the call."""
     if torch.compiler.is_compiling():
         constants = held.pattern.spec, held.max_tokens, held.max_rollback
-        host.forget()
+        host.never_know()
         append_cached(key, value, lengths, *storage, *constants)
     else:
         append(held, storage, key, value, lengths, host)

@@ -161,3 +161,42 @@ def test_positions_beyond_32_bits():
     moved.load_state_dict(fresh)
     found = [moved.attend(*(x[:, a:b] for x in tensors)) for a, b in ((0, 500), (500, 501), (501, 1100))]
     torch.testing.assert_close(torch.cat(found, 1).double(), out, rtol=0, atol=TOLERANCE[torch.bfloat16])
+
+
+def test_graph_of_a_compiled_step():
+    """The host must not believe positions that it read before a replay."""
+    tensors = rows(torch.bfloat16, 4, 2, 64, total=400)
+    out, _ = exact(tensors)
+    cache = DilatedKVCache(PATTERN, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
+    cache.attend(*(x[:, :100] for x in tensors))
+    token = [x[:, 100:101].clone() for x in tensors]
+    state = cache.state_dict()
+    step = torch.compile(cache.attend)
+    step(*token)
+    cache.load_state_dict(state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(*token)
+    graph.replay()
+    cache.attend(*(x[:, 101:201] for x in tensors))
+    for at in range(201, 206):
+        for own, whole in zip(token, tensors, strict=True):
+            own.copy_(whole[:, at : at + 1])
+        graph.replay()
+    own = cache.attend(*(x[:, 206:] for x in tensors))
+    torch.testing.assert_close(own.double(), out[:, 206:], rtol=0, atol=TOLERANCE[torch.bfloat16])
+
+
+def test_long_chunks_are_not_captured():
+    tensors = rows(torch.bfloat16, 4, 2, 64, total=96)
+    cache = DilatedKVCache(PATTERN, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
+    cache.attend(*(x[:, :32] for x in tensors))
+    with pytest.raises(RuntimeError, match="capture steps of at most 8 tokens"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        cache.attend(*(x[:, 32:64] for x in tensors))
+    assert cache.tokens_seen.tolist() == [32, 32]
+
+
+def test_negative_rollbacks_are_refused():
+    cache = DilatedKVCache(PATTERN, 1, 2, 64, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="0 or more tokens"):
+        cache.rollback(torch.tensor([-3], device="cuda"))

@@ -10,6 +10,7 @@ import torch
 
 from dilated_attention_pytorch import Dilated, DilatedKVCache, attention, cache_operators
 from dilated_attention_pytorch.backends.triton.backend import TRITON
+from dilated_attention_pytorch.plan.held import HeldRows
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,6 +129,49 @@ def test_last_row_of_a_sequence(tokens):
     query, key, value = case.tensors
     options = {"is_causal": True, "return_lse": True, "backend": "triton"}
     case.check(*attention(query[:, -1:], key, value, case.pattern, **options), tokens - 1)
+
+
+def test_bits_do_not_depend_on_the_batch(fused, monkeypatch):
+    """Neither on the number of programs: sample 0 by itself, and with others that leave each key head fewer programs."""
+    monkeypatch.setattr(fused, "PROGRAMS", 12)
+    case = Case(Dilated([64, 128], [1, 2]), 6, 101, 2, 2, 16)
+    results = []
+    for batch in (1, 6):
+        fused._launch_of.cache_clear()
+        cache = DilatedKVCache(case.pattern, batch, 2, 16, dtype=torch.float32, device=DEVICE)
+        own = [x[:batch] for x in case.tensors]
+        cache.append(own[1][:, :100], own[2][:, :100])
+        results.append(cache.attend(*(x[:, 100:] for x in own))[0])
+        splits, partials, *_ = fused._launch_of(
+            fused._Token(batch, 2, 2, 16, torch.float32, own[0].device, cache._held.rows, 2, True, False, False, False)
+        )
+        assert (splits == partials) == (batch == 1)
+    assert torch.equal(*results)
+
+
+def test_chunks_that_kernels_cannot_count():
+    """Kernels count positions in 32 bits, modulo a period of the segments. Other chunks go through stock kernels."""
+    from dilated_attention_pytorch.backends.gpu.chunks import can_attend
+
+    def possible(segments: list[int], rates: list[int], position: int, tokens: int) -> bool:
+        return can_attend(HeldRows.of(Dilated(segments, rates), 1, 10**10), position, tokens)
+
+    assert possible([2048, 2**32], [1, 2**20], 2**33 + 12345, 65_536)
+    assert not possible([1000, 4_000_003], [1, 1000], 3_000_000_000, 65_536)
+    assert not possible([2048, 2**32], [1, 2**20], 2**32 - 10, 65_536)
+    assert not possible([2048, 3_000_000_001], [1, 4096], 2_200_000_000, 65_536)
+
+
+@pytest.mark.usefixtures("fused")
+def test_a_chunk_that_kernels_cannot_count_is_exact():
+    pattern = Dilated([8, 3_000_000_001], [1, 400_000_000])
+    case = Case(pattern, 1, 60, 2, 2, 16)
+    cache = case.cache(max_rollback=0)
+    state = cache.state_dict()
+    state["tokens_seen"].fill_(3_000_000_001 * 8)  # a multiple of both segments
+    cache.load_state_dict(state)
+    case.check(*cache.attend(*case.rows(0, 30), return_lse=True), 0)
+    case.check(*cache.attend(*case.rows(30, 60), return_lse=True), 30)
 
 
 def test_last_row_of_an_empty_batch():

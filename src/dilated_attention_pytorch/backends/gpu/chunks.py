@@ -44,8 +44,7 @@ class ChunkProblem(Problem):
 def equivalent_start(pattern: Dilated, position: int, tokens: int) -> int:
     """A small position from which as many tokens meet each other in the same way, so that tables are found again.
 
-    Where the tokens are inside of one segment, only the position of the first one modulo the rate matters. Kernels count
-    positions in 32 bits.
+    Where the tokens are inside of one segment, only the position of the first one modulo the rate matters.
 
     >>> equivalent_start(Dilated([64, 2**40], [1, 16]), 2**35 + 83, tokens=10)
     3
@@ -58,6 +57,11 @@ def equivalent_start(pattern: Dilated, position: int, tokens: int) -> int:
         if not same:
             return position % lcm(*pattern.segment_lengths)
     return start
+
+
+def can_attend(held: HeldRows, position: int, tokens: int) -> bool:
+    """Whether the positions of a chunk are small enough for the kernels, which count in 32 bits."""
+    return equivalent_start(held.pattern, position, tokens) + tokens < 2**31
 
 
 def _tiles(branch: HeldBranch, number: int, position: int, tokens: int, key_heads: int) -> Iterator[list[TileFamily]]:

@@ -21,7 +21,7 @@ from dilated_attention_pytorch.values import Inputs, Results
 
 BLOCK_BYTES = 2**14  # of the keys that a program reads at a time, and as many of values
 PROGRAMS = 8  # for each multiprocessor: one sample of 12 heads gives work to a whole GPU
-MOST_SPLITS = 64  # programs of a key head, whose partial results one program merges
+MOST_PARTIALS = 64  # of a key head, which one program merges
 WARPS = 4
 
 
@@ -58,19 +58,20 @@ class _Token:
 
 
 @lru_cache(maxsize=64)
-def _launch_of(token: _Token) -> tuple[int, int, dict[str, Any]]:
-    """The programs of a key head, the width of a partial result, and the constants of the kernel."""
+def _launch_of(token: _Token) -> tuple[int, int, int, dict[str, Any]]:
+    """The programs and the partial results of a key head, the width of one, and the constants of the kernel."""
     block_d, heads = padded(token.head_dim), token.heads // token.key_heads
     block_n = max(16, BLOCK_BYTES // (block_d * token.dtype.itemsize))
     programs = PROGRAMS * multiprocessors(token.device) // (token.batch * token.key_heads)
-    splits = max(1, min(programs, -(-token.most_rows // block_n), MOST_SPLITS))
+    partials = max(1, min(-(-token.most_rows // block_n), MOST_PARTIALS))
+    splits = max(1, min(programs, partials))
     constants = {
         "HEADS": heads, "ROWS": 1 if heads == 1 else max(16, power_of_two(heads)), "D": token.head_dim,
-        "BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_S": power_of_two(splits), "LANES": power_of_two(token.branches),
+        "BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_S": power_of_two(partials), "LANES": power_of_two(token.branches),
         "CACHED": token.is_cached, "HAS_VALID": token.has_valid, "BOUNDED": token.is_bounded,
         "PRECISION": "ieee" if token.is_exact else "tf32", "num_warps": WARPS,
     }  # fmt: skip
-    return splits, block_d + 1, constants
+    return splits, partials, block_d + 1, constants
 
 
 def power_of_two(least: int) -> int:
@@ -105,7 +106,7 @@ def append_(held: HeldRows, storage: CacheTensors, key: Tensor, value: Tensor, l
     if n == 0:
         return
     seen = storage.tokens_seen
-    counts = torch.full_like(seen, n) if lengths is None else lengths.to(seen).clamp(0, n)
+    counts = torch.full_like(seen, n) if lengths is None else lengths.to(seen, non_blocking=True).clamp(0, n)
     if held.max_tokens is not None:
         counts = torch.minimum(counts, held.max_tokens - seen)
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
@@ -124,7 +125,9 @@ def last_row(pattern: Dilated, inputs: Inputs, scale: float) -> Results:
     most_rows = sum(-(-min(w, length) // r) for w, r in pattern.branches)
     table = _table(pattern, key.shape[2], key.device)
     keep_for_device(table, (table,))
-    rows = _Rows(key, value, (*key.stride()[:3], *value.stride()[:3]), table, most_rows, length - 1)
+    # The distance of samples grows with every token. One sample has none, so that its launch is found again.
+    strides = [x for own in (key, value) for x in (own.stride(0) if len(own) > 1 else 0, *own.stride()[1:3])]
+    rows = _Rows(key, value, tuple(strides), table, most_rows, length - 1)
     return Results(*_launch(rows, Inputs(query, key[:, -1:], value[:, -1:]), scale))
 
 
@@ -134,10 +137,10 @@ def _launch(rows: _Rows, token: Inputs, scale: float) -> tuple[Tensor, Tensor]:
     (batch, _, heads, head_dim), key_heads, device, branches = query.shape, key.shape[2], query.device, rows.table.shape[1]
     is_cached, has_valid, is_bounded = rows.cache is not None, rows.valid is not None, rows.max_tokens is not None
     sizes = batch, heads, key_heads, head_dim, query.dtype, device, rows.most_rows, branches
-    splits, width, constants = _launch_of(_Token(*sizes, is_cached, has_valid, is_bounded, exact_products(query)))
+    splits, partials, width, constants = _launch_of(_Token(*sizes, is_cached, has_valid, is_bounded, exact_products(query)))
     out = torch.empty((batch, 1, heads, head_dim), dtype=query.dtype, device=device)
     lse = torch.empty((batch, heads, 1), dtype=torch.float32, device=device)
-    partial = torch.empty((batch, heads, splits, width), dtype=torch.float32, device=device)
+    partial = torch.empty((batch, heads, partials, width), dtype=torch.float32, device=device)
     if rows.cache is None:  # the kernel does not read what stands for the tensors of a cache
         seen = rolled_back = rows.table
         arrived = torch.zeros(batch * (key_heads + 1), dtype=torch.int32, device=device)
@@ -148,6 +151,6 @@ def _launch(rows: _Rows, token: Inputs, scale: float) -> tuple[Tensor, Tensor]:
         query, key, value, rows.keys, rows.values, seen, rolled_back, valid, out, lse, partial, arrived, rows.table
     )  # fmt: skip
     strides = (*(x for own in (query, key, value) for x in own.stride()[::2]), *rows.strides)
-    numbers = (batch, branches, splits, key_heads, rows.max_tokens or 0, *strides, scale * LOG2_E)
+    numbers = (batch, branches, splits, partials, key_heads, rows.max_tokens or 0, *strides, scale * LOG2_E)
     launch_one(decode_kernel, splits * batch * key_heads, tensors, numbers, constants, (rows.position,))
     return out, lse

@@ -1,8 +1,8 @@
 """One query row per head with the rows of all branches: a decoding step in one launch.
 
-The rows that a key head reads at a position are blocks of ``BLOCK_N`` rows, numbered over all branches. Programs share the
-blocks of a key head, and each keeps one partial result. The program that ends last merges them. Rows of branches to which
-the position does not belong are not read.
+The rows that a key head reads at a position are blocks of ``BLOCK_N`` rows, numbered over all branches. Block ``i`` belongs
+to partial result ``i % partials``. The programs of a key head share its partial results, and the one that ends last merges
+them. Rows of branches to which the position does not belong are not read.
 
 ``CACHED`` rows are in the slots of a cache (plan/held.py). The step then also appends the token: the program that has the
 block of its slot writes it, and the last program of a sample counts it. Otherwise the rows are those of the sequence.
@@ -38,16 +38,16 @@ def _of_lane(values, is_own):
 
 
 @triton.jit
-def _merge(PARTIAL, OUT, LSE, row, used, splits, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
+def _merge(PARTIAL, OUT, LSE, row, used, partials, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr):
     """Merge the first ``used`` partial results of one query head, ``row`` of (B, H)."""
     d = tl.arange(0, BLOCK_D)
-    split = tl.arange(0, BLOCK_S)
-    at = PARTIAL + (row * splits + split) * (BLOCK_D + 1)
-    lse2 = tl.load(at + BLOCK_D, mask=split < used, other=float("-inf"))
+    number = tl.arange(0, BLOCK_S)
+    at = PARTIAL + (row * partials + number) * (BLOCK_D + 1)
+    lse2 = tl.load(at + BLOCK_D, mask=number < used, other=float("-inf"))
     largest = tl.max(lse2, 0)
     weights = tl.exp2(lse2 - tl.where(largest == float("-inf"), 0.0, largest))
     total = tl.sum(weights, 0)
-    out = tl.load(at[:, None] + d[None, :], mask=(split < used)[:, None], other=0.0)
+    out = tl.load(at[:, None] + d[None, :], mask=(number < used)[:, None], other=0.0)
     # A row without keys has the sum 0. NaN stays NaN.
     result = tl.sum(out * weights[:, None], 0) * tl.where(total == 0.0, 0.0, 1.0 / total)
     tl.store(OUT + row * D + d, result.to(OUT.dtype.element_ty), mask=d < D)
@@ -74,11 +74,11 @@ def decode_kernel(
     VALID,  # (B,) bool, samples that have a token, if HAS_VALID
     OUT,  # (B, H, D)
     LSE,  # (B, H) float32
-    PARTIAL,  # (B, H, splits, BLOCK_D + 1) float32: out, and lse in base 2
+    PARTIAL,  # (B, H, partials, BLOCK_D + 1) float32: out, and lse in base 2
     ARRIVED,  # (B * G + B,) int32, zeros before and after: programs that have ended by key head, key heads by sample
     TABLE,  # (5 + G, branches) int64
     position: tl.int64,  # of the token, unless CACHED
-    samples, branches, splits, G, max_tokens,
+    samples, branches, splits, partials, G, max_tokens,
     q_stride_b, q_stride_h, new_k_stride_b, new_k_stride_h, new_v_stride_b, new_v_stride_h,
     k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h, scale_log2,
     HEADS: tl.constexpr,  # query heads per key head
@@ -111,8 +111,8 @@ def decode_kernel(
         rate = tl.load(TABLE + RATE * branches + lane, mask=known, other=1)
         offset = tl.load(TABLE + (OFFSETS + head) * branches + lane, mask=known, other=-1)
         segment, inside = _divided(position + length * 0, length)
-        number, phase = _divided(inside, rate)
-        last = tl.where(phase == offset, number, -1)  # the row of the token in its segment
+        row, phase = _divided(inside, rate)
+        last = tl.where(phase == offset, row, -1)  # the row of the token in its segment
         if CACHED:
             slots = tl.load(TABLE + SLOTS * branches + lane, mask=known, other=1)
             segment_rows = tl.load(TABLE + SEGMENT_ROWS * branches + lane, mask=known, other=1)
@@ -127,52 +127,53 @@ def decode_kernel(
         i = tl.arange(0, ROWS)
         q_at = Q + sample * q_stride_b + (head * HEADS + i)[:, None] * q_stride_h + d[None, :]
         q = tl.load(q_at, mask=(i < HEADS)[:, None] & present[None, :], other=0.0)
-        largest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.full([ROWS], 0.0, tl.float32)
-        acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
-        for block in range(split, blocks, splits):
-            is_own = (block >= stops - counts) & (block < stops)
-            rows = (block - _of_lane(stops - counts, is_own)) * BLOCK_N + tl.arange(0, BLOCK_N)
-            own_last = _of_lane(last, is_own).to(tl.int32)
-            if CACHED:
-                own_slots = _of_lane(slots, is_own).to(tl.int32)
-                slot = _of_lane(start, is_own).to(tl.int32) + rows
-                at = _of_lane(first_row, is_own) + tl.where(slot < own_slots, slot, slot - own_slots)
-                read = rows < own_last
-            else:
-                at = _of_lane(first_row, is_own) + rows * _of_lane(rate, is_own)
-                read = rows <= own_last
-            k_at = K + sample * k_stride_b + head * k_stride_h + at[:, None] * k_stride_n + d[None, :]
-            v_at = V + sample * v_stride_b + head * v_stride_h + at[:, None] * v_stride_n + d[None, :]
-            mask = read[:, None] & present[None, :]
-            k = tl.load(k_at, mask=mask, other=0.0)
-            v = tl.load(v_at, mask=mask, other=0.0)
-            is_new = (rows == own_last)[:, None]
-            if CACHED and tl.max(rows, 0) >= own_last:  # the slot of the token is in this block
-                new_k = tl.load(NEW_K + sample * new_k_stride_b + head * new_k_stride_h + d, mask=present, other=0.0)
-                new_v = tl.load(NEW_V + sample * new_v_stride_b + head * new_v_stride_h + d, mask=present, other=0.0)
-                k = tl.where(is_new, new_k[None, :], k)
-                v = tl.where(is_new, new_v[None, :], v)
-                tl.store(k_at, k, mask=is_new & present[None, :])
-                tl.store(v_at, v, mask=is_new & present[None, :])
-            if ROWS == 1:
-                scores2 = tl.sum(k.to(tl.float32) * q.to(tl.float32), 1)[None, :] * scale_log2
-            else:
-                scores2 = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-            scores2 = tl.where((rows <= own_last)[None, :], scores2, float("-inf"))
-            larger = tl.maximum(largest, tl.max(scores2, 1))
-            safe = tl.where(larger == float("-inf"), 0.0, larger)
-            weights = tl.exp2(scores2 - safe[:, None])
-            shrink = tl.exp2(largest - safe)
-            total = total * shrink + tl.sum(weights, 1)
-            acc = acc * shrink[:, None]
-            if ROWS == 1:
-                acc += tl.sum(tl.trans(weights) * v.to(tl.float32), 0)[None, :]
-            else:
-                acc += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-            largest = larger
-        if split < blocks:
-            partial = PARTIAL + ((own * HEADS + i) * splits + split) * (BLOCK_D + 1)
+        # A partial result has the same blocks whatever the number of programs is, so that bits do not depend on the batch.
+        for number in range(split, tl.minimum(blocks, partials), splits):
+            largest = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.full([ROWS], 0.0, tl.float32)
+            acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+            for block in range(number, blocks, partials):
+                is_own = (block >= stops - counts) & (block < stops)
+                rows = (block - _of_lane(stops - counts, is_own)) * BLOCK_N + tl.arange(0, BLOCK_N)
+                own_last = _of_lane(last, is_own).to(tl.int32)
+                if CACHED:
+                    own_slots = _of_lane(slots, is_own).to(tl.int32)
+                    slot = _of_lane(start, is_own).to(tl.int32) + rows
+                    at = _of_lane(first_row, is_own) + tl.where(slot < own_slots, slot, slot - own_slots)
+                    read = rows < own_last
+                else:
+                    at = _of_lane(first_row, is_own) + rows * _of_lane(rate, is_own)
+                    read = rows <= own_last
+                k_at = K + sample * k_stride_b + head * k_stride_h + at[:, None] * k_stride_n + d[None, :]
+                v_at = V + sample * v_stride_b + head * v_stride_h + at[:, None] * v_stride_n + d[None, :]
+                mask = read[:, None] & present[None, :]
+                k = tl.load(k_at, mask=mask, other=0.0)
+                v = tl.load(v_at, mask=mask, other=0.0)
+                is_new = (rows == own_last)[:, None]
+                if CACHED and tl.max(rows, 0) >= own_last:  # the slot of the token is in this block
+                    new_k = tl.load(NEW_K + sample * new_k_stride_b + head * new_k_stride_h + d, mask=present, other=0.0)
+                    new_v = tl.load(NEW_V + sample * new_v_stride_b + head * new_v_stride_h + d, mask=present, other=0.0)
+                    k = tl.where(is_new, new_k[None, :], k)
+                    v = tl.where(is_new, new_v[None, :], v)
+                    tl.store(k_at, k, mask=is_new & present[None, :])
+                    tl.store(v_at, v, mask=is_new & present[None, :])
+                if ROWS == 1:
+                    scores2 = tl.sum(k.to(tl.float32) * q.to(tl.float32), 1)[None, :] * scale_log2
+                else:
+                    scores2 = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+                scores2 = tl.where((rows <= own_last)[None, :], scores2, float("-inf"))
+                larger = tl.maximum(largest, tl.max(scores2, 1))
+                safe = tl.where(larger == float("-inf"), 0.0, larger)
+                weights = tl.exp2(scores2 - safe[:, None])
+                shrink = tl.exp2(largest - safe)
+                total = total * shrink + tl.sum(weights, 1)
+                acc = acc * shrink[:, None]
+                if ROWS == 1:
+                    acc += tl.sum(tl.trans(weights) * v.to(tl.float32), 0)[None, :]
+                else:
+                    acc += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+                largest = larger
+            partial = PARTIAL + ((own * HEADS + i) * partials + number) * (BLOCK_D + 1)
             out = acc * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
             tl.store(partial[:, None] + d[None, :], out, mask=(i < HEADS)[:, None])
             tl.store(partial + BLOCK_D, largest + tl.log2(total), mask=i < HEADS)
@@ -182,7 +183,7 @@ def decode_kernel(
             tl.debug_barrier()
             tl.atomic_xchg(ARRIVED + own, 0, sem="relaxed")
             for j in range(HEADS):
-                _merge(PARTIAL, OUT, LSE, own * HEADS + j, tl.minimum(blocks, splits), splits, D, BLOCK_D, BLOCK_S)
+                _merge(PARTIAL, OUT, LSE, own * HEADS + j, tl.minimum(blocks, partials), partials, D, BLOCK_D, BLOCK_S)
             if CACHED:
                 _append(ARRIVED + samples * G, SEEN, ROLLED_BACK, sample, G)
     elif split == 0:  # 0 and -inf, or NaN for a token beyond the promised number
