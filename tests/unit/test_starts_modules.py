@@ -8,6 +8,8 @@ from torch import nn
 
 from dilated_attention_pytorch import Dilated, DilatedAttention, Hilbert, MultiheadDilatedAttention, attention
 
+pytestmark = pytest.mark.slow
+
 STARTS, LENGTHS = [6, 0, 17, 0, 3], [14, 20, 3, 11, 9]  # in front, none, in front, behind, on both sides
 PADDING = torch.tensor([[not a <= i < a + n for i in range(20)] for a, n in zip(STARTS, LENGTHS, strict=True)])
 

@@ -16,6 +16,8 @@ from dilated_attention_pytorch import streaming_rows as rows_of
 from dilated_attention_pytorch.streaming import CheckpointError, Stream, StreamSettings, default_pattern
 from dilated_attention_pytorch.streaming_check import check_row, checked_positions, head_keys, tolerance
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 PATTERN = Dilated([16, 64, 256], [1, 4, 16])
 SMALL = StreamSettings(600, PATTERN, 4, 8, torch.float32, CPU, chunk=50, seed=3, rows=24)
