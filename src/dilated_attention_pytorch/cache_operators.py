@@ -37,29 +37,30 @@ MOST_STEPS = 8
 class HostPositions:
     """The positions of the samples as far as the host knows them, so that chunks need no device synchronisation.
 
-    Replays of a CUDA graph change positions without the host. So the host never knows those of a cache that was captured.
+    Replays of a CUDA graph change positions without the host. So the positions of a cache that was captured are read from
+    the device for every chunk.
     """
 
     def __init__(self, known: list[int] | None = None) -> None:
         self.known = known
-        self._is_captured = False
+        self._is_untracked = False
 
     def read(self, storage: CacheTensors) -> list[int]:
         """The positions, which are read from the device if they are not known."""
         if self.known is not None:
             return self.known
         found: list[int] = storage.tokens_seen.tolist()
-        self.known = None if self._is_captured else found
+        self.known = None if self._is_untracked else found
         return found
 
     def forget(self) -> None:
         """Note that positions change on the device."""
-        self._is_captured |= torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        self._is_untracked |= torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         self.known = None
 
-    def never_know(self) -> None:
+    def stop_tracking(self) -> None:
         """Note that positions change without the host from now on: a compiled call may be captured in a CUDA graph."""
-        self._is_captured = True
+        self._is_untracked = True
         self.known = None
 
     def take(self) -> list[int] | None:
@@ -69,8 +70,8 @@ class HostPositions:
 
     def add(self, known: list[int] | None, counts: Sequence[int] | None, most: int | None, device: torch.device) -> None:
         """Note that tokens were appended to known positions, to ``most`` tokens. ``counts`` are None if not known."""
-        self._is_captured |= device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if known is None or counts is None or self._is_captured:
+        self._is_untracked |= device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if known is None or counts is None or self._is_untracked:
             return
         added = [position + count for position, count in zip(known, counts, strict=True)]
         self.known = added if most is None else [min(position, most) for position in added]
@@ -225,7 +226,7 @@ def run_attend(
     """``attend``, through the operator if a compiler traces the call."""
     if torch.compiler.is_compiling():
         constants = held.pattern.spec, held.max_tokens, held.max_rollback
-        host.never_know()
+        host.stop_tracking()
         return Results(*attend_cached(*inputs, lengths, *storage, *constants, scale))
     return attend(held, storage, inputs, lengths, scale, host)
 
@@ -236,7 +237,7 @@ def run_append(
     """``append``, through the operator if a compiler traces the call."""
     if torch.compiler.is_compiling():
         constants = held.pattern.spec, held.max_tokens, held.max_rollback
-        host.never_know()
+        host.stop_tracking()
         append_cached(key, value, lengths, *storage, *constants)
     else:
         append(held, storage, key, value, lengths, host)

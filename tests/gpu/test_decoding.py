@@ -7,10 +7,7 @@ import torch
 
 from dilated_attention_pytorch import Dilated, DilatedKVCache, attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 PATTERN = Dilated([64, 250, 1024], [1, 3, 8])
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5, torch.float64: 1e-12}
 CHUNKS = (300, 1, 1, 7, 1, 90, 8, 1, 500, *(1,) * 40, 9, 200)
