@@ -295,6 +295,8 @@ class DilatedKVCache:
         )
 
     def _lengths(self, lengths: Lengths | None) -> Tensor | None:
+        if lengths is None:
+            return None
         own = index_tensor("lengths", lengths)
         check_index_vector("lengths", own, self.batch_size, self.device)
         return own

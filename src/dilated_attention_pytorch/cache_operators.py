@@ -137,7 +137,7 @@ def _checked_counts(
     Few tokens on a GPU are not checked, because reading a tensor there is a device synchronisation.
     """
     n, most, many = key.shape[1], held.max_tokens, key.shape[1] > MOST_STEPS
-    counts: Sequence[int] | None = (n,) * len(key)
+    counts: Sequence[int] | None = (n,) * key.shape[0]
     if lengths is not None:
         counts = host_lengths(lengths, n) if many or lengths.device.type == "cpu" else None
     if most is None or counts is None or not (many or key.device.type == "cpu"):

@@ -135,17 +135,17 @@ def test_bits_do_not_depend_on_the_batch(fused, monkeypatch):
     """Neither on the number of programs: sample 0 by itself, and with others that leave each key head fewer programs."""
     monkeypatch.setattr(fused, "PROGRAMS", 12)
     case = Case(Dilated([64, 128], [1, 2]), 6, 101, 2, 2, 16)
-    results = []
+    results, found, launch = [], [], fused._launch
+    monkeypatch.setattr(fused, "_launch", lambda one, *rest: found.append(one) or launch(one, *rest))
+    fused._launch_of.cache_clear()
     for batch in (1, 6):
-        fused._launch_of.cache_clear()
         cache = DilatedKVCache(case.pattern, batch, 2, 16, dtype=torch.float32, device=DEVICE)
         own = [x[:batch] for x in case.tensors]
         cache.append(own[1][:, :100], own[2][:, :100])
         results.append(cache.attend(*(x[:, 100:] for x in own))[0])
-        splits, partials, *_ = fused._launch_of(
-            fused._Token(batch, 2, 2, 16, torch.float32, own[0].device, cache._held.rows, 2, True, False, False, False)
-        )
-        assert (splits == partials) == (batch == 1)
+    partials = [one.partial_shape[2] for one in found]
+    splits = [one.launch.programs // (one.partial_shape[0] * 2) for one in found]
+    assert splits[1] < splits[0] == partials[0] == partials[1]
     assert torch.equal(*results)
 
 

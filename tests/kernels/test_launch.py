@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from types import SimpleNamespace
 
@@ -171,6 +171,8 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
     problem = Problem(Dilated([64, 128], [1, 2]), False, 2, queries, 200, 6, 3, None, None)
     by_keys, device = which in ("dkv", "joint"), torch.device("cpu")
     plan = find_launch_plan(problem, block=64, by_keys=by_keys, head_dim=64, device=device)
+    launches = tuple(replace(one, order=torch.arange(5 + i)) for i, one in enumerate(plan.launches))
+    plan = replace(plan, launches=launches, kept={})
     read = ("q", "k", "v") if which == "forward" else ("q", "k", "v", "dout")
     strides = tuple((1000 * i + 3, 1000 * i + 2, 1000 * i + 1, 1) for i in range(1, len(read) + 1))
     if package == "hopper":
@@ -194,6 +196,9 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
         assert bound["TABLE"] is one.table
         assert bound["LAYOUT"] is plan.layout
         assert bound["OFFSETS"] is plan.offsets
+        if "ORDER" in names:
+            assert bound["ORDER"] is one.order
+            assert bound["ordered"] == len(one.order)
         numbers = expected | {"families": len(one.table), "items": one.programs}
         if "number" in names:
             numbers["number"] = attend.index(call)

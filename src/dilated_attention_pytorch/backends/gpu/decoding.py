@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu.kernels.append import append_kernel
 from dilated_attention_pytorch.backends.gpu.kernels.decode import decode_kernel
-from dilated_attention_pytorch.backends.gpu.launch import launch_one, multiprocessors
+from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch, launch_one, multiprocessors
 from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, exact_products, padded
 from dilated_attention_pytorch.backends.gpu.tables import keep_for_device
 from dilated_attention_pytorch.execute.step import CacheTensors, held_tables
@@ -25,53 +24,50 @@ MOST_PARTIALS = 64  # of a key head, which one program merges
 WARPS = 4
 
 
-class _Rows(NamedTuple):
-    """The rows that a token meets, and where the kernel finds them."""
+class _Token(NamedTuple):
+    """The sizes of a token and of the rows that it meets. Steps with equal ones have equal launches."""
 
-    keys: Tensor
-    values: Tensor
-    strides: tuple[int, ...]  # of samples, rows and heads, of keys and then of values
-    table: Tensor  # see execute/step.py
-    most_rows: int  # of a key head, over all branches
-    position: int = 0  # of the token, unless a cache knows it
-    cache: CacheTensors | None = None
-    valid: Tensor | None = None
-    max_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    """The sizes of a token. Steps with equal ones have equal launches."""
-
-    batch: int
-    heads: int
-    key_heads: int
-    head_dim: int
+    shape: tuple[int, ...]  # of the query, (B, 1, H, D)
     dtype: torch.dtype
     device: torch.device
-    most_rows: int
+    key_heads: int
+    strides: tuple[tuple[int, ...], ...]  # of query, key and value
+    row_strides: tuple[int, ...]  # of samples, rows and heads, of keys and then of values
+    most_rows: int  # of a key head, over all branches
     branches: int
+    scale: float
+    max_tokens: int | None
     is_cached: bool
     has_valid: bool
-    is_bounded: bool
     is_exact: bool  # float32 products are not rounded
 
 
-@lru_cache(maxsize=64)
-def _launch_of(token: _Token) -> tuple[int, int, int, dict[str, Any]]:
-    """The programs and the partial results of a key head, the width of one, and the constants of the kernel."""
-    block_d, heads = padded(token.head_dim), token.heads // token.key_heads
+class _TokenLaunch(NamedTuple):
+    """The launch of a token, and the shape of its partial results."""
+
+    launch: KernelLaunch
+    partial_shape: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def _launch_of(token: _Token) -> _TokenLaunch:
+    batch, _, all_heads, head_dim = token.shape
+    block_d, heads = padded(head_dim), all_heads // token.key_heads
     block_n = max(16, BLOCK_BYTES // (block_d * token.dtype.itemsize))
-    programs = PROGRAMS * multiprocessors(token.device) // (token.batch * token.key_heads)
+    programs = PROGRAMS * multiprocessors(token.device) // (batch * token.key_heads)
     partials = max(1, min(-(-token.most_rows // block_n), MOST_PARTIALS))
     splits = max(1, min(programs, partials))
     constants = {
-        "HEADS": heads, "ROWS": 1 if heads == 1 else max(16, power_of_two(heads)), "D": token.head_dim,
+        "HEADS": heads, "ROWS": 1 if heads == 1 else max(16, power_of_two(heads)), "D": head_dim,
         "BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_S": power_of_two(partials), "LANES": power_of_two(token.branches),
-        "CACHED": token.is_cached, "HAS_VALID": token.has_valid, "BOUNDED": token.is_bounded,
+        "CACHED": token.is_cached, "HAS_VALID": token.has_valid, "BOUNDED": token.max_tokens is not None,
         "PRECISION": "ieee" if token.is_exact else "tf32", "num_warps": WARPS,
     }  # fmt: skip
-    return splits, partials, block_d + 1, constants
+    strides = (*(x for own in token.strides for x in own[::2]), *token.row_strides)
+    counts = batch, token.branches, splits, partials, token.key_heads, token.max_tokens or 0
+    numbers = (*counts, *strides, token.scale * LOG2_E)
+    launch = KernelLaunch(decode_kernel, splits * batch * token.key_heads, (), numbers, constants)
+    return _TokenLaunch(launch, (batch, all_heads, partials, block_d + 1))
 
 
 def power_of_two(least: int) -> int:
@@ -88,16 +84,26 @@ def step(
     held: HeldRows, storage: CacheTensors, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """``execute.step.step`` in one launch."""
-    b, g, n, _ = storage.keys.stride()
-    rows = _Rows(
-        storage.keys, storage.values, (b, n, g, b, n, g), storage.table, storage.keys.shape[2],
-        cache=storage, valid=valid, max_tokens=held.max_tokens,
-    )  # fmt: skip
-    device = query.device.index
-    if device is None or device == torch.cuda.current_device():
-        return _launch(rows, Inputs(query, key, value), scale)
+    device = query.device
+    if device.index is None or device.index == torch.cuda.current_device():
+        return _step(held, storage, Inputs(query, key, value), valid, scale)
     with torch.cuda.device(device):  # Triton launches on the current device
-        return _launch(rows, Inputs(query, key, value), scale)
+        return _step(held, storage, Inputs(query, key, value), valid, scale)
+
+
+def _step(
+    held: HeldRows, storage: CacheTensors, token: Inputs, valid: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query, key, value = token = _elements_adjacent(token)
+    keys, values, seen, rolled_back, table, _, arrived = storage
+    (_, key_heads, most_rows, head_dim), branches = keys.shape, len(held.branches)
+    row_strides = key_heads * most_rows * head_dim, head_dim, most_rows * head_dim  # the storage is contiguous
+    found = _launch_of(_Token(
+        query.shape, query.dtype, query.device, key_heads, (query.stride(), key.stride(), value.stride()),
+        row_strides * 2, most_rows, branches, scale, held.max_tokens, True, valid is not None, exact_products(query),
+    ))  # fmt: skip
+    state = keys, values, seen, rolled_back, seen if valid is None else valid
+    return _launch(found, token, state, arrived, table)
 
 
 def append_(held: HeldRows, storage: CacheTensors, key: Tensor, value: Tensor, lengths: Tensor | None) -> None:
@@ -125,32 +131,39 @@ def last_row(pattern: Dilated, inputs: Inputs, scale: float) -> Results:
     most_rows = sum(-(-min(w, length) // r) for w, r in pattern.branches)
     table = _table(pattern, key.shape[2], key.device)
     keep_for_device(table, (table,))
+    batch, key_heads = query.shape[0], key.shape[2]
+    token = query, key_row, value_row = _elements_adjacent(
+        Inputs(query, key.narrow(1, length - 1, 1), value.narrow(1, length - 1, 1))
+    )
     # The distance of samples grows with every token. One sample has none, so that its launch is found again.
-    strides = [x for own in (key, value) for x in (own.stride(0) if len(own) > 1 else 0, *own.stride()[1:3])]
-    rows = _Rows(key, value, tuple(strides), table, most_rows, length - 1)
-    return Results(*_launch(rows, Inputs(query, key[:, -1:], value[:, -1:]), scale))
+    row_strides = [x for own in (key, value) for x in (own.stride(0) if batch > 1 else 0, *own.stride()[1:3])]
+    found = _launch_of(_Token(
+        query.shape, query.dtype, query.device, key_heads, (query.stride(), key_row.stride(), value_row.stride()),
+        tuple(row_strides), most_rows, len(pattern.branches), scale, None, False, False, exact_products(query),
+    ))  # fmt: skip
+    arrived = torch.zeros(batch * (key_heads + 1), dtype=torch.int32, device=key.device)
+    # The kernel does not read what stands for the tensors of a cache.
+    return Results(*_launch(found, token, (key, value, table, table, table), arrived, table, length - 1))
 
 
-def _launch(rows: _Rows, token: Inputs, scale: float) -> tuple[Tensor, Tensor]:
-    """Launch the kernel for tokens (B, 1, heads, D). Results are (B, 1, H, D) and (B, H, 1)."""
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in token)
-    (batch, _, heads, head_dim), key_heads, device, branches = query.shape, key.shape[2], query.device, rows.table.shape[1]
-    is_cached, has_valid, is_bounded = rows.cache is not None, rows.valid is not None, rows.max_tokens is not None
-    sizes = batch, heads, key_heads, head_dim, query.dtype, device, rows.most_rows, branches
-    splits, partials, width, constants = _launch_of(_Token(*sizes, is_cached, has_valid, is_bounded, exact_products(query)))
+def _elements_adjacent(token: Inputs) -> Inputs:
+    """The same rows, with elements one after the other."""
+    if token.query.stride(-1) == token.key.stride(-1) == token.value.stride(-1) == 1:
+        return token
+    return Inputs(*(x.contiguous() for x in token))
+
+
+def _launch(
+    found: _TokenLaunch, token: Inputs, state: tuple[Tensor, ...], arrived: Tensor, table: Tensor, position: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel for tokens (B, 1, heads, D). Results are (B, 1, H, D) and (B, H, 1).
+
+    ``state`` has the keys, values, positions, rolled back tokens and valid samples. A cache knows the ``position`` itself.
+    """
+    query, device = token.query, token.query.device
+    batch, _, heads, head_dim = query.shape
     out = torch.empty((batch, 1, heads, head_dim), dtype=query.dtype, device=device)
     lse = torch.empty((batch, heads, 1), dtype=torch.float32, device=device)
-    partial = torch.empty((batch, heads, partials, width), dtype=torch.float32, device=device)
-    if rows.cache is None:  # the kernel does not read what stands for the tensors of a cache
-        seen = rolled_back = rows.table
-        arrived = torch.zeros(batch * (key_heads + 1), dtype=torch.int32, device=device)
-    else:
-        seen, rolled_back, arrived = rows.cache.tokens_seen, rows.cache.rolled_back, rows.cache.arrived
-    valid = seen if rows.valid is None else rows.valid
-    tensors = (
-        query, key, value, rows.keys, rows.values, seen, rolled_back, valid, out, lse, partial, arrived, rows.table
-    )  # fmt: skip
-    strides = (*(x for own in (query, key, value) for x in own.stride()[::2]), *rows.strides)
-    numbers = (batch, branches, splits, partials, key_heads, rows.max_tokens or 0, *strides, scale * LOG2_E)
-    launch_one(decode_kernel, splits * batch * key_heads, tensors, numbers, constants, (rows.position,))
+    partial = torch.empty(found.partial_shape, dtype=torch.float32, device=device)
+    launch((found.launch,), (*token, *state, out, lse, partial, arrived, table), (position,))
     return out, lse

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.backends.gpu.balance import MOST_ITEMS, balanced_order, item_rows
 from dilated_attention_pytorch.backends.gpu.bundles import BundleTree
 from dilated_attention_pytorch.backends.gpu.running import RunningProblem
 from dilated_attention_pytorch.backends.gpu.shares import BatchSlice, of_heads, shares_of
@@ -43,6 +44,7 @@ SUM_ROWS = 64
 # The most elements of a buffer of partial results that a share should have, 1 GiB: enough for long launches.
 PARTIAL_ELEMENTS = 2**28
 _T = TypeVar("_T")
+_NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 _MOST_KEPT = 256  # a scale that changes with every call makes new launches with every call
 
 
@@ -57,6 +59,7 @@ class Launch:
     children: int  # the most partial results that are added to a result; 0 if none are, else every family has some
     begins_share: bool  # it overwrites what the launch before may read
     running: bool = False  # it adds the partial results of its tiles to what the result holds
+    order: Tensor = _NONE  # (items,) int64 or empty: the items in the order in which persistent programs take them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,15 +89,17 @@ class LaunchPlan:
 
 
 def find_launch_plan(
-    problem: Problem, *, block: int, by_keys: bool, head_dim: int, device: torch.device, separate: bool = False
-) -> LaunchPlan:
+    problem: Problem, *, block: int, by_keys: bool, head_dim: int, device: torch.device, separate: bool = False,
+    persistent: int = 0,
+) -> LaunchPlan:  # fmt: skip
     """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head.
 
     ``separate``: each launch has one bundle. Then no two tiles of a launch share a row of the other side either.
+    ``persistent``: each of so many programs takes several items; 0 if each item has a program of its own.
     """
     most_rows = max(1, PARTIAL_ELEMENTS // head_dim)
     make = _running_plan if isinstance(problem, RunningProblem) else _launch_plan
-    found = make(problem, block, by_keys, most_rows, device, separate)
+    found = make(problem, block, by_keys, most_rows, device, separate, persistent)
     keep_for_device(found, (found.tables,))
     return found
 
@@ -102,17 +107,18 @@ def find_launch_plan(
 # Tables of long batches of documents take megabytes on the device, and most training steps have new ones.
 @lru_cache(maxsize=48)
 def _launch_plan(
-    problem: Problem, block: int, by_keys: bool, most_rows: int, device: torch.device, separate: bool
+    problem: Problem, block: int, by_keys: bool, most_rows: int, device: torch.device, separate: bool, persistent: int
 ) -> LaunchPlan:
-    return _Builder(problem, block, by_keys, most_rows).plan(device, separate)
+    return _Builder(problem, block, by_keys, most_rows).plan(device, separate, persistent)
 
 
 # The tables of a message are small, and a call may have hundreds of messages.
 @lru_cache(maxsize=1024)
 def _running_plan(
-    problem: RunningProblem, block: int, by_keys: bool, most_rows: int, device: torch.device, separate: bool
-) -> LaunchPlan:
-    return _RunningBuilder(problem, block, by_keys, most_rows).plan(device, separate)
+    problem: RunningProblem, block: int, by_keys: bool, most_rows: int, device: torch.device, separate: bool,
+    persistent: int,
+) -> LaunchPlan:  # fmt: skip
+    return _RunningBuilder(problem, block, by_keys, most_rows).plan(device, separate, persistent)
 
 
 def inverse(divisor: int) -> int:
@@ -158,6 +164,29 @@ def _on_device(tables: list[Tensor], device: torch.device) -> tuple[Tensor, list
         memory[start : start + x.numel()] = x.flatten()
     memory = memory.to(device, non_blocking=True)  # pageable memory is staged at once, without waiting for the GPU
     return memory, [memory[start : start + x.numel()].view(x.shape) for start, x in zip(starts, tables, strict=False)]
+
+
+def _balanced(launches: list[Launch], block: int, by_keys: bool, persistent: int) -> list[Launch]:
+    """The launches with the order in which persistent programs take their items."""
+
+    def order(one: Launch) -> Tensor | None:
+        if not (persistent and one.attends and persistent < one.programs <= MOST_ITEMS):
+            return None
+        return balanced_order(item_rows(one.table, one.programs, block, by_keys), persistent)
+
+    found = [order(one) for one in launches]
+    return [one if own is None else replace(one, order=own) for one, own in zip(launches, found, strict=True)]
+
+
+def _tables(launches: list[Launch]) -> list[Tensor]:
+    """All tables of launches, those of one after those of another."""
+    return [x for one in launches for x in (one.table, one.order)]
+
+
+def _with_tables(launches: list[Launch], tables: list[Tensor]) -> tuple[Launch, ...]:
+    """The launches with their tables on a device."""
+    pairs = zip(tables[::2], tables[1::2], strict=True)
+    return tuple(replace(one, table=table, order=order) for one, (table, order) in zip(launches, pairs, strict=True))
 
 
 class _Builder:
@@ -246,15 +275,15 @@ class _Builder:
             launches += [replace(one, begins_share=i == 0) for i, one in enumerate(own)]
         return launches
 
-    def plan(self, device: torch.device, separate: bool) -> LaunchPlan:
+    def plan(self, device: torch.device, separate: bool, persistent: int) -> LaunchPlan:
         """The launch plan on a device."""
-        launches = self._launches(separate)
+        launches = _balanced(self._launches(separate), self.block, self.by_keys, persistent)
         layout = torch.tensor(self.layout, dtype=torch.int64, device="cpu").reshape(-1, len(LAYOUT_COLUMNS))
         offsets = torch.tensor(self.tree.offsets(), dtype=torch.int64, device="cpu")
-        memory, (layout, offsets, *tables) = _on_device([layout, offsets, *(one.table for one in launches)], device)
+        memory, (layout, offsets, *tables) = _on_device([layout, offsets, *_tables(launches)], device)
         return LaunchPlan(
             problem=self.problem, tables=memory, bundles=self.tree.root, layout=layout, offsets=offsets,
-            launches=tuple(replace(one, table=table) for one, table in zip(launches, tables, strict=True)),
+            launches=_with_tables(launches, tables),
             partial_rows=self.partial_rows, complete=self.tree.square,
             covered=self.problem.lengths is None and bool(self.plans),
         )  # fmt: skip
@@ -315,13 +344,14 @@ class _RunningBuilder:
             launches += [self._launch(slices, False) for slices in _by_level(share, by_result)]
         return launches
 
-    def plan(self, device: torch.device, separate: bool) -> LaunchPlan:
+    def plan(self, device: torch.device, separate: bool, persistent: int) -> LaunchPlan:
         """The launch plan on a device."""
-        launches, none = self._launches(separate), torch.zeros(1, dtype=torch.int64, device="cpu")
-        memory, (layout, *tables) = _on_device([none, *(one.table for one in launches)], device)
+        launches = _balanced(self._launches(separate), self.block, self.by_keys, persistent)
+        none = torch.zeros(1, dtype=torch.int64, device="cpu")
+        memory, (layout, *tables) = _on_device([none, *_tables(launches)], device)
         return LaunchPlan(
             problem=self.problem, tables=memory, bundles=0, layout=layout, offsets=layout,
-            launches=tuple(replace(one, table=table) for one, table in zip(launches, tables, strict=True)),
+            launches=_with_tables(launches, tables),
             partial_rows=self.partial_rows, complete=True, covered=True,
         )  # fmt: skip
 

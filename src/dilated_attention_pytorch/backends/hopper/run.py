@@ -86,9 +86,12 @@ def _launches(
             launches.append((False, portable_launch))
             continue
         number = sum(attends for attends, _ in launches)
-        counts = one.table.shape[0], one.programs, *((number,) if kernel is joint_kernel else ())
+        # The programs of the joint kernel take the next item that no program has taken. Others have an order of items.
+        taken = (number,) if kernel is joint_kernel else (len(one.order),)
+        orders = () if kernel is joint_kernel else (one.order,)
         programs = min(one.programs, multiprocessors(one.table.device))
-        tables, all_numbers = (one.table, plan.layout, plan.offsets), (*counts, *row_strides(how.strides), *numbers)
+        tables = one.table, plan.layout, plan.offsets, *orders
+        all_numbers = one.table.shape[0], one.programs, *taken, *row_strides(how.strides), *numbers
         launches.append((True, KernelLaunch(kernel, programs, tables, all_numbers, {**mode, **_constants(how, one)})))
     runs = tuple((attends, tuple(one for _, one in run)) for attends, run in groupby(launches, key=itemgetter(0)))
     attending = [one.programs for attends, one in launches if attends]
@@ -129,7 +132,8 @@ def _launch(launches: _Launches, tensors: tuple[Tensor, ...], adding: tuple[Tens
 
 def _plan(problem: Problem, x: Tensor, *, by_keys: bool, separate: bool = False) -> LaunchPlan:
     d, device = x.shape[-1], x.device
-    return find_launch_plan(problem, block=ITEM_ROWS, by_keys=by_keys, head_dim=d, device=device, separate=separate)
+    own: dict[str, Any] = {"separate": True} if separate else {"persistent": multiprocessors(device)}
+    return find_launch_plan(problem, block=ITEM_ROWS, by_keys=by_keys, head_dim=d, device=device, **own)
 
 
 def forward(

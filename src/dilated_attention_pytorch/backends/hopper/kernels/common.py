@@ -1,7 +1,7 @@
 """What the Hopper kernels share: which rows a program computes, loading rows of a tile, and partial results.
 
 A program is persistent. It stays on its multiprocessor and takes every ``num_programs``-th block of rows (an *item*) of a
-launch table; in joint.py it takes the next item that no program has taken. One producer warp loads rows of a tile into shared
+launch table, in an order that gives all programs about as many rows; in joint.py it takes the next item that no program has taken. One producer warp loads rows of a tile into shared
 memory. Two warp groups of four warps compute 64 rows of the item each. The tensor memory accelerator loads rows through
 descriptors, which the producer makes for each tile: a base, a number of rows, a stride. So every rate, offset and ragged end
 is served, and rows behind the end are 0.
@@ -63,6 +63,12 @@ FACTS = gl.constexpr(14)
 FIRST, Q_ROWS, K_ROWS, CAUSAL, ZERO_KEYS, PLACE, LSE_PLACE, POSITION, STRIDE, CHILDREN = map(gl.constexpr, range(10))
 Q_AT, K_AT, V_AT, K_STRIDE = map(gl.constexpr, range(10, 14))
 PART_FACTS = gl.constexpr(7)
+
+
+@gluon.jit
+def item_at(ORDER, ordered, index):
+    """The item that comes at an index of a launch: see balance.py. Without an order, items are computed as they count."""
+    return gl.load(ORDER + index, mask=index < ordered, other=index).to(gl.int32)
 
 
 @gluon.jit
@@ -232,7 +238,7 @@ def result_row(row, own_sample, sample, head, tile, start, first, length, heads,
 @gluon.jit
 def look_up_parts(tables, row, own_sample, head, heads, key_head, G, parts, PARTS: gl.constexpr):
     """The part_facts of all partial results to be added to an item, each computed by one thread of a warp."""
-    _, LAYOUT, OFFSETS = tables
+    LAYOUT, OFFSETS = tables[1], tables[2]
     child = gl.arange(0, PARTS, gl.BlockedLayout([1], [32], [1], [0]))
     part = gl.load(row + FAMILY_FIRST_CHILD) + gl.minimum(
         child, gl.load(row + FAMILY_CHILDREN) - 1

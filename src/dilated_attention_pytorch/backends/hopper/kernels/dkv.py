@@ -35,6 +35,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import (
     allocate_rows,
     find_item,
     find_part,
+    item_at,
     item_positions,
     known,
     leave,
@@ -153,7 +154,7 @@ def produce_dkv(
             )
         else:
             row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, strides, causal = find_item(
-                tables[0], families, item, group, True
+                tables[0], families, item_at(tables[3], tables[4], item), group, True
             )
         stride, k_stride = strides
         result = result_row(row, own_sample, sample, heads[1], tile, starts[1], first, M, G, FINAL)
@@ -414,12 +415,12 @@ def allocate_dkv(
     return smem, bars
 
 
-@gluon.jit(do_not_specialize=["families", "items", "N", "M", "H", "G", "parts"])
+@gluon.jit(do_not_specialize=["families", "items", "ordered", "N", "M", "H", "G", "parts"])
 def dkv_kernel(
     Q, K, V, DOUT,
     SHIFTS,  # (B, H, N, 16) bfloat16
     PART_DK,  # (rows, D) float32, columns in the order of store_part
-    PART_DV, DK, DV, TABLE, LAYOUT, OFFSETS, families, items,
+    PART_DV, DK, DV, TABLE, LAYOUT, OFFSETS, ORDER, families, items, ordered,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     dout_stride_b, dout_stride_n, dout_stride_h,
     N, M, H, G, group, parts, scale_log2, scale,
@@ -438,7 +439,7 @@ def dkv_kernel(
     v_strides = v_stride_b, v_stride_n, v_stride_h
     dout_strides = dout_stride_b, dout_stride_n, dout_stride_h
     results = PART_DK, PART_DV, DK, DV
-    tables = TABLE, LAYOUT, OFFSETS
+    tables = TABLE, LAYOUT, OFFSETS, ORDER, ordered
     sizes = N, M, H, G, parts
     gl.warp_specialize([
         (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, (), D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, OVERLAP, PARTS, False)),

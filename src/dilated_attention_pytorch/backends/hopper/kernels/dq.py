@@ -32,6 +32,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import (
     copy_statistics,
     find_item,
     find_part,
+    item_at,
     item_positions,
     key_blocks,
     known,
@@ -104,7 +105,8 @@ def _produce_dq(
     let_next_begin()
     counter = 0
     number = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for index in range(gl.program_id(0), items, gl.num_programs(0)):
+        item = item_at(tables[3], tables[4], index)
         row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, strides, causal = find_item(
             tables[0], families, item, group, False
         )
@@ -272,11 +274,11 @@ def _compute_dq(
         number += 1
 
 
-@gluon.jit(do_not_specialize=["families", "items", "N", "H", "G", "parts"])
+@gluon.jit(do_not_specialize=["families", "items", "ordered", "N", "H", "G", "parts"])
 def dq_kernel(
     Q, K, V, DOUT, LSE, DELTA,
     PART_DQ,  # (rows, D) float32, columns in the order of store_part
-    DQ, TABLE, LAYOUT, OFFSETS, families, items,
+    DQ, TABLE, LAYOUT, OFFSETS, ORDER, families, items, ordered,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     dout_stride_b, dout_stride_n, dout_stride_h,
     N, H, G, group, parts, scale_log2, scale,
@@ -312,7 +314,7 @@ def dq_kernel(
     dout_strides = dout_stride_b, dout_stride_n, dout_stride_h
     results = PART_DQ, DQ
     statistics = LSE, DELTA
-    tables = TABLE, LAYOUT, OFFSETS
+    tables = TABLE, LAYOUT, OFFSETS, ORDER, ordered
     sizes = N, H, G, parts
     gl.warp_specialize([
         (_compute_dq, (gl.constexpr(0), results, items, H, scale_log2, scale, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS)),

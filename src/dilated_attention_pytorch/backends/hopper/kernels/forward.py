@@ -34,6 +34,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import (
     element,
     find_item,
     find_part,
+    item_at,
     item_positions,
     key_blocks,
     known,
@@ -87,7 +88,8 @@ def _look_ahead_pass(
 ):  # fmt: skip
     N, H, G, parts = sizes
     facts_full, done = bars[6], bars[7]
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for index in range(gl.program_id(0), items, gl.num_programs(0)):
+        item = item_at(tables[3], tables[4], index)
         row, first, heads, own_sample, sample, tile, starts, q_rows, k_rows, strides, causal = find_item(
             tables[0], families, item, group, False
         )
@@ -291,14 +293,14 @@ def _compute(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["families", "items", "N", "H", "G", "parts"])
+@gluon.jit(do_not_specialize=["families", "items", "ordered", "N", "H", "G", "parts"])
 def forward_kernel(
     Q, K, V,
     PART_OUT,  # (rows, D) float32, columns in the order of store_part
     PART_LSE2,  # (rows,) float32
     OUT,  # (B, N, H, D)
     LSE,  # (B, H, N) float32, natural logarithm
-    TABLE, LAYOUT, OFFSETS, families, items,
+    TABLE, LAYOUT, OFFSETS, ORDER, families, items, ordered,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     N, H, G, group, parts, scale_log2,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -333,7 +335,7 @@ def forward_kernel(
         (v_stride_b, v_stride_n, v_stride_h),
     )
     results = PART_OUT, PART_LSE2, OUT, LSE
-    tables = TABLE, LAYOUT, OFFSETS
+    tables = TABLE, LAYOUT, OFFSETS, ORDER, ordered
     sizes = N, H, G, parts
     gl.warp_specialize([
         (_compute, (gl.constexpr(0), results, items, H, scale_log2, smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, ONLINE)),
