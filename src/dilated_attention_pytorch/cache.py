@@ -193,12 +193,13 @@ class DilatedKVCache:
 
         The next tokens of these samples begin at position 0.
         """
-        self._host.forget()
         counts = self._storage[2:4]
         if samples is None:
+            self._host.start_again(self.batch_size)
             for x in counts:
                 x.zero_()
             return
+        self._host.forget()
         index = sample_numbers(samples, self._storage.keys)
         for x in counts:
             x.index_fill_(0, index, 0)

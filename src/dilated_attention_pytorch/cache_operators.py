@@ -58,6 +58,11 @@ class HostPositions:
         self._is_untracked |= torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         self.known = None
 
+    def start_again(self, batch: int) -> None:
+        """Note that all samples begin again at position 0."""
+        self.forget()
+        self.known = None if self._is_untracked else [0] * batch
+
     def stop_tracking(self) -> None:
         """Note that positions change without the host from now on: a compiled call may be captured in a CUDA graph."""
         self._is_untracked = True

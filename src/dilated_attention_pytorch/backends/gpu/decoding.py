@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.backends.gpu.kernels.append import append_kernel
+from dilated_attention_pytorch.backends.gpu.kernels.append import advance_kernel, append_kernel
 from dilated_attention_pytorch.backends.gpu.kernels.decode import decode_kernel
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, launch, launch_one, multiprocessors
 from dilated_attention_pytorch.backends.gpu.portable import LOG2_E, exact_products, padded
@@ -22,6 +22,7 @@ BLOCK_BYTES = 2**14  # of the keys that a program reads at a time, and as many o
 PROGRAMS = 8  # for each multiprocessor: one sample of 12 heads gives work to a whole GPU
 MOST_PARTIALS = 64  # of a key head, which one program merges
 WARPS = 4
+APPEND_ROWS = 64  # that a program copies
 
 
 class _Token(NamedTuple):
@@ -107,22 +108,20 @@ def _step(
 
 
 def append_(held: HeldRows, storage: CacheTensors, key: Tensor, value: Tensor, lengths: Tensor | None) -> None:
-    """``execute.step.append_`` in one launch, and what counts the tokens."""
+    """``execute.step.append_`` in two launches: one copies rows, one counts tokens."""
     (batch, n, key_heads, head_dim), rows = key.shape, storage.keys.shape[2]
     if n == 0:
         return
-    seen = storage.tokens_seen
-    counts = torch.full_like(seen, n) if lengths is None else lengths.to(seen, non_blocking=True).clamp(0, n)
-    if held.max_tokens is not None:
-        counts = torch.minimum(counts, held.max_tokens - seen)
+    seen, most = storage.tokens_seen, held.max_tokens or 0
+    own = seen if lengths is None else lengths.to(seen, non_blocking=True)
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    tensors = key, value, storage.keys, storage.values, seen, counts, storage.table, storage.branch
-    numbers = storage.table.shape[1], rows, key_heads, *key.stride()[:3], *value.stride()[:3]
-    constants = {"D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_R": 32}
+    tensors = key, value, storage.keys, storage.values, seen, own, storage.table, storage.branch
+    numbers = most, storage.table.shape[1], rows, key_heads, *key.stride()[:3], *value.stride()[:3]
+    mode = {"HAS_LENGTHS": lengths is not None, "BOUNDED": held.max_tokens is not None}
+    constants = {**mode, "D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_R": APPEND_ROWS}
     with torch.cuda.device_of(key):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-        launch_one(append_kernel, -(-rows // 32) * batch * key_heads, tensors, numbers, constants)
-    seen.add_(counts)
-    storage.rolled_back.sub_(counts).clamp_(min=0)
+        launch_one(append_kernel, -(-rows // APPEND_ROWS) * batch * key_heads, tensors, numbers, constants, (n,))
+        launch_one(advance_kernel, batch, (seen, storage.rolled_back, own), (most,), mode, (n,))
 
 
 def last_row(pattern: Dilated, inputs: Inputs, scale: float) -> Results:

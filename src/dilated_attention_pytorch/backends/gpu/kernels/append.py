@@ -16,16 +16,45 @@ from dilated_attention_pytorch.backends.gpu.kernels.decode import (
 
 
 @triton.jit
+def _count(LENGTHS, sample, seen, n, max_tokens, HAS_LENGTHS: tl.constexpr, BOUNDED: tl.constexpr):
+    """How many tokens of a chunk a sample takes."""
+    count = seen * 0 + n
+    if HAS_LENGTHS:
+        count = tl.minimum(tl.maximum(tl.load(LENGTHS + sample), 0), count)
+    if BOUNDED:
+        count = tl.minimum(count, max_tokens - seen)
+    return count
+
+
+@triton.jit(do_not_specialize=["n"])
+def advance_kernel(
+    SEEN,  # (B,) int64
+    ROLLED_BACK,  # (B,) int64
+    LENGTHS,  # (B,) int64
+    n,  # tokens of the chunk
+    max_tokens,
+    HAS_LENGTHS: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Count the tokens of a chunk that was appended: one program for each sample."""
+    sample = tl.program_id(0)
+    seen = tl.load(SEEN + sample)
+    count = _count(LENGTHS, sample, seen, n, max_tokens, HAS_LENGTHS, BOUNDED)
+    tl.store(SEEN + sample, seen + count)
+    tl.store(ROLLED_BACK + sample, tl.maximum(tl.load(ROLLED_BACK + sample) - count, 0))
+
+
+@triton.jit(do_not_specialize=["n"])
 def append_kernel(
     NEW_K, NEW_V,  # (B, n, G, D)
     K, V,  # (B, G, rows, D)
     SEEN,  # (B,) int64
-    COUNTS,  # (B,) int64, the tokens of each sample
+    LENGTHS,  # (B,) int64, the tokens of each sample if there are fewer than n
     TABLE,  # (5 + G, branches) int64
     BRANCH,  # (rows,) int32
-    branches, rows, G,
+    n,  # tokens of the chunk
+    max_tokens, branches, rows, G,
     new_k_stride_b, new_k_stride_n, new_k_stride_h, new_v_stride_b, new_v_stride_n, new_v_stride_h,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, BOUNDED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """For every slot, find the newest row that belongs there, and copy it if it is in the chunk."""
     blocks = tl.cdiv(rows, BLOCK_R)
@@ -34,7 +63,7 @@ def append_kernel(
     head = own % G
     sample = own // G
     seen = tl.load(SEEN + sample)
-    count = tl.load(COUNTS + sample)
+    count = _count(LENGTHS, sample, seen, n, max_tokens, HAS_LENGTHS, BOUNDED)
     if count > 0:
         known = row < rows
         column = TABLE + tl.load(BRANCH + row, mask=known, other=0)
