@@ -12,6 +12,7 @@ from dilated_attention_pytorch.cache import DilatedKVCache
 from dilated_attention_pytorch.caches import clear_caches
 from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.explain import Explanation, explain
+from dilated_attention_pytorch.models import LongNetConfig, LongNetDecoder, LongNetEncoder
 from dilated_attention_pytorch.nn import (
     Attention,
     BlockSparseRingDilatedAttention,
@@ -38,6 +39,9 @@ __all__ = [
     "Explanation",
     "Hilbert",
     "Identity",
+    "LongNetConfig",
+    "LongNetDecoder",
+    "LongNetEncoder",
     "MultiheadDilatedAttention",
     "Order",
     "RingDilatedAttention",

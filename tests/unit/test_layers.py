@@ -25,6 +25,7 @@ LAYERS = (
     ("api", "explain", "caches", "cache_checks", "cache"),
     ("streaming_rows", "streaming_check", "streaming"),
     ("nn",),
+    ("models",),
     ("cli", "compat"),
 )
 # Files of the patterns, plans and schedules that are plain integers.

@@ -1,0 +1,110 @@
+"""Models in folders: ``config.json`` and ``model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.models.config import LongNetConfig
+from dilated_attention_pytorch.models.safetensors import read_safetensors, write_beside, write_safetensors
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_CLASS = "architecture"
+
+
+class Pretrained(nn.Module):
+    """A model with a config that can be saved to a folder and loaded from it.
+
+    A subclass takes its config, ``device`` and further options. ``config_type`` has ``to_dict`` and ``from_dict``.
+    """
+
+    config_type: Any = LongNetConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write ``config.json`` and ``model.safetensors``. Each file is complete before it gets its name."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: _whole(x) for name, x in self.state_dict().items()}
+        write_safetensors(folder / WEIGHTS, tensors, {"format": "pt"})
+        text = json.dumps({_CLASS: type(self).__name__} | self.config.to_dict(), indent=2) + "\n"
+        write_beside(folder / CONFIG, lambda file: _write(file, text))
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], *, device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None, **options: Any,
+    ) -> Self:  # fmt: skip
+        """The model that ``save_pretrained`` wrote. Nothing is unpickled, and every tensor must be there.
+
+        Args:
+            folder: with ``config.json`` and ``model.safetensors``.
+            device, dtype: of the parameters; PyTorch's default device and the dtypes of the file if None.
+            options: further arguments of the constructor, for example ``group``.
+        """
+        folder = Path(folder)
+        for name in (CONFIG, WEIGHTS):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{folder} has no {name}; save_pretrained writes {CONFIG} and {WEIGHTS}")
+        try:
+            values = json.loads((folder / CONFIG).read_text("utf-8"))
+            own = values.pop(_CLASS, cls.__name__) if isinstance(values, dict) else cls.__name__
+            config = cls.config_type.from_dict(values)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{folder / CONFIG}: {error}") from None
+        if own != cls.__name__:
+            raise ValueError(f"{folder / CONFIG} is of a {own}; load it with {own}.from_pretrained")
+        tensors, _ = read_safetensors(folder / WEIGHTS)
+        return cls.from_tensors(config, tensors, str(folder / WEIGHTS), device=device, dtype=dtype, **options)
+
+    @classmethod
+    def from_tensors(
+        cls, config: Any, tensors: Mapping[str, Tensor], source: str, *,
+        device: torch.device | str | int | None = None, dtype: torch.dtype | None = None, **options: Any,
+    ) -> Self:  # fmt: skip
+        """The model with these parameters. ``source`` names where they are from, for errors."""
+        make: Any = cls  # a subclass takes a device
+        model: Self = make(config, device="meta", **options)
+        tensors = model.adapt(dict(tensors))
+        check_tensors_of(model, tensors, source)
+        device = torch.get_default_device() if device is None else device
+        own = {name: x.to(device, dtype if x.is_floating_point() else None, copy=True) for name, x in tensors.items()}
+        model.load_state_dict(own, assign=True)
+        return model
+
+    def adapt(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors under the names that this model has."""
+        return tensors
+
+
+def check_tensors_of(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Raise unless these are the tensors of the model: all that are missing, unexpected or misshapen are listed."""
+    needed = model.state_dict()
+    problems = [f"missing: {name} {tuple(needed[name].shape)}" for name in needed if name not in tensors]
+    problems += [f"unexpected: {name} {tuple(tensors[name].shape)}" for name in tensors if name not in needed]
+    problems += [
+        f"misshapen: {name} is {tuple(tensors[name].shape)}, the model has {tuple(x.shape)}"
+        for name, x in needed.items()
+        if name in tensors and tensors[name].shape != x.shape
+    ]
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise ValueError(f"{source} does not have the tensors of this {type(model).__name__}:\n{lines}")
+
+
+def _whole(x: Tensor) -> Tensor:
+    """The values of a parameter, gathered from all ranks if it is sharded (FSDP2)."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def _write(file: Any, text: str) -> None:
+    file.write(text.encode())
