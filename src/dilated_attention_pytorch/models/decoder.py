@@ -15,7 +15,7 @@ from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.jagged import unpack
 from dilated_attention_pytorch.lengths import Lengths, index_tensor
 from dilated_attention_pytorch.models.config import LongNetConfig
-from dilated_attention_pytorch.models.encoder import LongNetModel
+from dilated_attention_pytorch.models.encoder import LongNetModel, attention_dtype
 from dilated_attention_pytorch.models.positions import check_xpos, rotation
 from dilated_attention_pytorch.models.sequences import ModelRows, RowOptions, unpacked
 from dilated_attention_pytorch.models.torchscale import from_torchscale
@@ -86,6 +86,8 @@ class LongNetDecoder(LongNetModel):
             caches: of ``new_caches``: the tokens continue the sequences that the caches have seen, and are appended.
                 ``lengths`` are then the numbers of tokens of this chunk. Not with ``starts`` and ``cu_seqlens``.
             targets, reduction: see ``loss``. Wrappers such as DDP call ``forward`` only.
+
+        Logits of padding rows are 0.
         """
         rows: RowOptions = {"lengths": lengths, "starts": starts, "cu_seqlens": cu_seqlens}
         states, call, offsets = self._states(tokens, rows, caches)
@@ -131,15 +133,12 @@ class LongNetDecoder(LongNetModel):
         ``dtype`` is that of the queries: by default autocast's if it is enabled, else that of the parameters. See
         ``DilatedKVCache`` for the other arguments.
         """
-        weight, config = self.layers[0].self_attn.k_proj.weight, self.config  # type: ignore[union-attr]
-        assert isinstance(weight, Tensor)
-        if dtype is None:
-            autocast = torch.is_autocast_enabled(weight.device.type)
-            dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+        config, device = self.config, self.head_weight.device
+        dtype = attention_dtype(self) if dtype is None else dtype
         check_xpos(config, max_tokens, dtype)
         return [
             DilatedKVCache(
-                config.pattern, batch_size, config.key_heads, config.head_dim, dtype=dtype, device=weight.device,
+                config.pattern, batch_size, config.key_heads, config.head_dim, dtype=dtype, device=device,
                 max_tokens=max_tokens, max_rollback=max_rollback,
             )
             for _ in range(config.num_layers)
@@ -201,10 +200,10 @@ class LongNetDecoder(LongNetModel):
         count = (wanted != IGNORED).sum()
         if self.sharding is None:
             return total / count
-        from dilated_attention_pytorch.models.ranks import share_of_mean  # imports torch.distributed
+        from dilated_attention_pytorch.models.ranks import mean_share  # imports torch.distributed
 
-        share: Tensor = share_of_mean(count, self.sharding)
-        return total * share
+        share: Tensor = mean_share(total, count, self.sharding)
+        return share
 
     def adapt(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors under the names that this model has: a tied head may be stored once, under either name, or twice."""

@@ -78,7 +78,7 @@ class LongNetModel(Pretrained):
 
     def rows_of(self, x: Tensor, rows: RowOptions) -> ModelRows:
         """What the layers have to know about the rows of ``x``."""
-        return sequence_rows(self.config, x, rows, self.sharding, self.training, _attention_dtype(x, self.layers))
+        return sequence_rows(self.config, x, rows, self.sharding, self.training, attention_dtype(self))
 
     def enter(self, embeddings: Tensor, rows: ModelRows) -> Tensor:
         """The states in front of the first layer."""
@@ -89,12 +89,13 @@ class LongNetModel(Pretrained):
         return rows.zero_padding(states if self.layer_norm is None else self.layer_norm(states))
 
 
-def _attention_dtype(x: Tensor, layers: nn.Module) -> torch.dtype:
-    """The dtype in which layers compute queries."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
+def attention_dtype(model: LongNetModel) -> torch.dtype:
+    """The dtype in which layers compute queries: autocast's if it is enabled, else that of the parameters."""
+    weight = next(model.layers.parameters())
+    device = weight.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
-    return next(layers.parameters()).dtype
+    return weight.dtype
 
 
 class LongNetEncoder(LongNetModel):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -48,11 +50,21 @@ class LongNetAttention(nn.Module):
         return result
 
 
+def _in_float32(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``activation(x.float()).to(x.dtype)``.
+
+    PyTorch's operators for CUDA compute every element like that. They keep ``x`` for the backward and no float32 copy. Those
+    for CPUs have approximations in half precision.
+    """
+    if x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+        return activation(x)
+    return activation(x.float()).to(x.dtype)
+
+
 class FeedForward(nn.Module):
     """Two projections with GELU between them, or three with SwiGLU, and a norm in front of the last one.
 
-    The authors compute activations in float32 and convert the result back. PyTorch's operators do the same for every
-    number, and keep only their half-precision input for the backward.
+    Activations are computed in float32 and the result is converted back, as in the authors' code.
     """
 
     def __init__(self, config: LongNetConfig, **factory: Any) -> None:
@@ -66,7 +78,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each row (…, E) by itself."""
-        inner = F.gelu(self.fc1(x)) if self.gate is None else F.silu(self.fc1(x)) * self.gate(x)
+        inner = self.fc1(x)
+        inner = _in_float32(F.gelu, inner) if self.gate is None else _in_float32(F.silu, inner) * self.gate(x)
         inner = F.dropout(inner, self.activation_dropout, self.training)
         if self.ffn_layernorm is not None:
             inner = self.ffn_layernorm(inner)

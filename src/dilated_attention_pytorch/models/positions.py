@@ -47,7 +47,7 @@ class Rotation:
 
     def _turn(self, x: Tensor, decay: Tensor | None) -> Tensor:
         cos, sin = (self.cos, self.sin) if decay is None else (self.cos * decay, self.sin * decay)
-        pairs = x.to(cos.dtype).view(*x.shape[:-1], -1, 2)
+        pairs = x.to(cos.dtype).view(*x.shape[:-1], x.shape[-1] // 2, 2)
         first, second = pairs.unbind(-1)
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
         return turned.flatten(-2).to(x.dtype)

@@ -50,13 +50,13 @@ def agreed_shard(sharding: Sharding, x: Tensor, arguments: Callable[[], Mapping[
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def share_of_mean(count: Tensor, sharding: Sharding) -> Tensor:
-    """The number of ranks divided by the targets of all ranks, from the number of this rank's targets."""
+def mean_share(own_sum: Tensor, count: Tensor, sharding: Sharding) -> Tensor:
+    """This rank's sum, times the number of ranks, divided by the counts of all ranks. The mean over ranks is the mean."""
     group = resolve_group(_with_group(sharding).group)
     total, watch = count.clone(), watch_of(group)
     with watch.turn("the number of targets"), watch.waiting("add up the targets of all"):
         dist.all_reduce(total, group=group)
-    return dist.get_world_size(group) / total
+    return own_sum * dist.get_world_size(group) / total
 
 
 def _with_group(sharding: Sharding) -> Sharding:

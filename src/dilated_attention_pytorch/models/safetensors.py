@@ -50,7 +50,8 @@ def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor
     def write(file: BinaryIO) -> None:
         file.write(struct.pack("<Q", len(text)) + text)
         for _, x in named:
-            file.write(_bytes(x.detach().to("cpu").contiguous()))
+            whole = x.detach().to("cpu").contiguous()  # the name keeps its memory until it is written
+            file.write(_bytes(whole))
 
     write_beside(Path(path), write)
 
