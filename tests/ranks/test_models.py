@@ -118,7 +118,7 @@ def test_ddp_and_fsdp(on_ranks):
 def check_mistake(group) -> None:
     model = make(LongNetDecoder, group=group)
     tokens = torch.zeros(2, 5, dtype=torch.int64)
-    with pytest.raises(ValueError, match="lengths must have one entry per sample|rank 1"):
+    with pytest.raises(ValueError, match=r"lengths must have one entry per sample|rank 1"):
         model(tokens, lengths=[5] if dist.get_rank(group) == 1 else [5, 5])
     with pytest.raises(ValueError, match="these differ:\n  lengths"):
         model(tokens, lengths=[10, 10 - dist.get_rank(group)])

@@ -26,7 +26,7 @@ def some_tensors() -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(3.5),
         "empty": torch.empty(0, 4),
         "view": torch.randn(4, 6).T,
-        "α.β": torch.ones(1),
+        "a.é": torch.ones(1),
     }
 
 
@@ -123,7 +123,7 @@ def test_a_file_cut_anywhere_raises(tmp_path):
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "x"
     write_safetensors(path, {"a": torch.ones(3)}, {})
-    with pytest.raises(TypeError, match="x has torch.complex128"):
+    with pytest.raises(TypeError, match=r"x has torch.complex128"):
         write_safetensors(path, {"x": torch.zeros(2, dtype=torch.complex128)}, {})
     with pytest.raises(ValueError, match="dense tensors with values, x is"):
         write_safetensors(path, {"x": torch.zeros(2, device="meta")}, {})
@@ -190,7 +190,7 @@ def test_all_wrong_tensors_are_listed(tmp_path):
     del tensors["layer_norm.bias"], tensors["layers.0.ffn.fc1.weight"]
     tensors |= {"extra": torch.ones(2), "layers.0.ffn.fc2.bias": torch.ones(3)}
     write_safetensors(path, tensors, {})
-    with pytest.raises(ValueError, match="model.safetensors does not have the tensors of this LongNetDecoder") as raised:
+    with pytest.raises(ValueError, match=r"model.safetensors does not have the tensors of this LongNetDecoder") as raised:
         LongNetDecoder.from_pretrained(tmp_path)
     for line in (
         "missing: layer_norm.bias (64,)", "missing: layers.0.ffn.fc1.weight (256, 64)", "unexpected: extra (2,)",

@@ -85,9 +85,7 @@ def test_the_largest_window_stays_finite(dtype):
 def test_what_is_beyond_the_bound_raises():
     long = config(segments=(4096, 65536))
     check_xpos(long, 32768, torch.float32)
-    with pytest.raises(
-        ValueError, match="xPos in torch.float32 covers 32,768 positions that can meet: got 32,769 positions"
-    ):
+    with pytest.raises(ValueError, match=r"xPos in torch.float32 covers 32,768 positions .*: got 32,769 positions"):
         check_xpos(long, 32769, torch.float32)
     with pytest.raises(ValueError, match="got any number of positions"):
         check_xpos(config(segments=(1000, 32768)), None, torch.float32)  # least common multiple 4,096,000

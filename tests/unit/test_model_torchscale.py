@@ -66,7 +66,7 @@ def test_a_decoder_with_xpos_buffers(tied):
     head = weights["embed_tokens.weight" if tied else "output_projection.weight"]
     torch.testing.assert_close(loaded(tokens)[0], features @ head.T, rtol=1e-9, atol=1e-9)
     stored["layers.1.self_attn.xpos.scale"] = scale + 0.1
-    with pytest.raises(ValueError, match="xpos.scale is not the scale of xPos for a head size of 8"):
+    with pytest.raises(ValueError, match=r"xpos.scale is not the scale of xPos for a head size of 8"):
         LongNetDecoder.from_torchscale(stored, args)
     with pytest.raises(ValueError, match="args say xpos_rel_pos=False"):
         LongNetDecoder.from_torchscale(stored, args | {"xpos_rel_pos": False})

@@ -240,7 +240,7 @@ def test_few_logits_exist_at_a_time(monkeypatch):
     model = language_model()
     model.loss(torch.zeros(1, 23, dtype=torch.int64), torch.zeros(1, 23, dtype=torch.int64)).backward()
     rows = [n for n, width in sizes if width == 11]
-    assert rows == [5, 5, 5, 5, 3] + [3, 5, 5, 5, 5]  # forward, then again in the backward
+    assert rows == [5, 5, 5, 5, 3, 3, 5, 5, 5, 5]  # forward, then again in the backward
 
 
 def test_checkpointing_with_dropout_repeats_it():
@@ -336,6 +336,20 @@ def test_decoding_steps_compile_in_one_graph():
         close(torch.cat(results, 1), model(tokens))
 
 
+def test_autocast_decides_about_queries_and_caches():
+    model = LongNetDecoder(LongNetConfig(**SIZES | {"vocab_size": 11})).eval()
+    tokens = torch.randint(0, 11, (2, 12))
+    with torch.no_grad():
+        exact = model(tokens)
+        with torch.autocast("cpu", torch.bfloat16):
+            caches = model.new_caches(2)
+            assert caches[0].dtype == torch.bfloat16
+            logits = model(tokens, caches=caches)
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.float(), exact, rtol=0.05, atol=0.05)
+    assert model.new_caches(2)[0].dtype == torch.float32
+
+
 def test_inputs_that_are_refused():
     model = make()
     with pytest.raises(TypeError, match="this model has no vocabulary"):
@@ -356,7 +370,7 @@ def test_inputs_that_are_refused():
     nested = torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged)
     with pytest.raises(ValueError, match="got lengths; leave it out"):
         model(nested, lengths=[5, 2])
-    with pytest.raises(TypeError, match="make it with layout=torch.jagged"):
+    with pytest.raises(TypeError, match=r"make it with layout=torch.jagged"):
         model(torch.nested.as_nested_tensor([x[0], x[1, :2]]))
     with pytest.raises(ValueError, match="a decoder needs a vocabulary"):
         LongNetDecoder(LongNetConfig(**SIZES))

@@ -58,13 +58,13 @@ class LongNetDecoder(LongNetModel):
         layout: str | Shards | None = None, device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(config, group=group, layout=layout, device=device, dtype=dtype)
+        super().__init__(config, group=group, layout=layout, dtype=dtype)
         if config.vocab_size is None:
             raise ValueError("a decoder needs a vocabulary: set vocab_size in the config, 257 for bytes and a separator")
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": "meta", "dtype": dtype}
         tied = config.tie_embeddings
         self.output_projection = None if tied else nn.Linear(config.embed_dim, config.vocab_size, False, **factory)
-        self.reset_parameters()
+        self.materialise(device)
 
     @property
     def head_weight(self) -> Tensor:

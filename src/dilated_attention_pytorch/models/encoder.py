@@ -38,13 +38,13 @@ class LongNetModel(Pretrained):
 
     def __init__(
         self, config: LongNetConfig, *, group: ProcessGroup | DeviceMesh | Sharding | None = None,
-        layout: str | Shards | None = None, device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        layout: str | Shards | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
+        """The parameters are on the meta device. A subclass ends with ``materialise``."""
         if not isinstance(config, LongNetConfig):
             raise TypeError(f"config must be a LongNetConfig, got {type(config).__name__}; see LongNetConfig.preset")
         super().__init__(config)
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": "meta", "dtype": dtype}
         self.sharding = as_sharding(group, layout)
         if self.sharding is not None:
             self.sharding.check()
@@ -54,6 +54,13 @@ class LongNetModel(Pretrained):
         self.layers = LayerStack(config, **factory)
         norm = nn.LayerNorm(config.embed_dim, config.layer_norm_eps, **factory) if config.final_norm else None
         self.layer_norm = norm
+
+    def materialise(self, device: torch.device | str | int | None) -> None:
+        """Draw parameters on this device, or on PyTorch's default device."""
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw new parameters, as the constructor does."""
@@ -121,11 +128,12 @@ class LongNetEncoder(LongNetModel):
         layout: str | Shards | None = None, order: Order | None = None, device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(config, group=group, layout=layout, device=device, dtype=dtype)
+        super().__init__(config, group=group, layout=layout, dtype=dtype)
         if order is not None:
             check_is_order(order)
+        self.order: Order | None = None
+        self.materialise(device)
         self.order = order
-        self.reset_parameters()
 
     @overload
     def forward(

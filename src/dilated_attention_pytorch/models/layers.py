@@ -53,8 +53,8 @@ class LongNetAttention(nn.Module):
 def _in_float32(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``activation(x.float()).to(x.dtype)``.
 
-    PyTorch's operators for CUDA compute every element like that. They keep ``x`` for the backward and no float32 copy. Those
-    for CPUs have approximations in half precision.
+    PyTorch's operators for CUDA compute every element like that. They keep ``x`` for the backward and no float32 copy.
+    Those for CPUs have approximations in half precision.
     """
     if x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return activation(x)
@@ -122,7 +122,7 @@ class LayerStack(nn.ModuleList):
         assert isinstance(layer, LongNetLayer)
         paths = None if rows.paths is None else rows.paths[number]
         arguments = x, rows, is_causal, paths, cache
-        if not (layer.self_attn.config.checkpoint_layers and layer.training and cache is None):
+        if cache is not None or not (layer.self_attn.config.checkpoint_layers and torch.is_grad_enabled()):
             states: Tensor = layer(*arguments)
         else:  # the state of the generators is restored, so that dropout is the same again
             states = checkpoint(layer, *arguments, use_reentrant=False)

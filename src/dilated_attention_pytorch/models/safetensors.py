@@ -11,10 +11,10 @@ import json
 import math
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -58,18 +58,15 @@ def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor
 
 def write_beside(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """Write a file beside ``path``, flush it to the disk, and rename it. On an error the old file stays as it was."""
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    beside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with beside.open("xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(beside, 0o666 & ~umask)  # as a file that was opened by its name
-        os.replace(beside, path)
+        beside.replace(path)
     except BaseException:
-        Path(beside).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise
 
 
