@@ -2,8 +2,8 @@
 
 A buffer that is computed in a constructor has no values if the module is made on the meta device and then loaded.
 
-Angles are computed in float64. In float32, integers above 2**24 are not exact, and the angle of position 1,000,000 is wrong
-by 0.06.
+Angles are computed in float64. In float32, integers above 2**24 are not exact, and angles at position 1,000,000 are wrong
+by up to 0.02.
 
 xPos multiplies the scores of a pair by ``scale ** ((i - j) / base)``, as a factor of the query times a factor of the key.
 The authors' code counts the exponents of both from the middle of the sequence, and the factors overflow in float32 above

@@ -10,8 +10,8 @@ _AUTHORS: dict[str, Any] = {"offsets": "blocked", "torchscale_padding": True, "p
 
 
 def _gigapath(num_layers: int, embed_dim: int) -> dict[str, Any]:
-    # prov-gigapath 09d8e87, gigapath/torchscale/model/LongNetConfig.py: dropout, drop path and 16 heads. Its slide encoder
-    # computes segments as int(2 ** linspace(10, log2((262144 / 256) ** 2), 5)).
+    # prov-gigapath 09d8e87, gigapath/torchscale/model/LongNetConfig.py: layers, widths and 16 heads. Its slide encoder sets
+    # dropout and drop path, and computes segments as int(2 ** linspace(10, log2((262144 / 256) ** 2), 5)).
     return _AUTHORS | {
         "embed_dim": embed_dim, "num_layers": num_layers, "ffn_dim": 4 * embed_dim, "dropout": 0.25, "drop_path": 0.1,
         "segment_lengths": (1024, 5792, 32768, 185363, 1048576), "dilation_rates": _RATES,
