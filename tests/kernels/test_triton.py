@@ -47,11 +47,15 @@ def check(pattern, tensors, causal, *, exact=oracle.attention, **options):
         ([48, 96], [2, 4], 100, 100),  # no branch covers all rows
         pytest.param([64], [1], 65, 65, marks=pytest.mark.quick),  # one launch, one row left over
         ([64, 256], [1, 4], 20, 150),  # decoding
-        ([32, 28, 50, 104], [1, 2, 6, 12], 130, 130),  # rate 6 is added to 2, in segments of no multiple of 6
     ],
 )
 def test_every_shape_of_tile(segments, rates, n, m, causal):
     check(Dilated(segments, rates), inputs(1, n, m, 4, 2, 16), causal)
+
+
+def test_rates_that_do_not_divide_segments():
+    """Rate 6 is added to 2, in segments of no multiple of 6. Tables have it so with and without a mask."""
+    check(Dilated([32, 28, 50, 104], [1, 2, 6, 12]), inputs(1, 130, 130, 4, 2, 16), True)
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 48, 80, 96, 160, 256])
@@ -111,8 +115,18 @@ def test_lengths_and_documents():
         torch.testing.assert_close(packed[:, a:b].cpu().double(), document, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mixing", ["exact", "detached"])
-@pytest.mark.parametrize("options", [{"dropout_p": 0.3, "seed": 2**40 + 7}, {"scale": -0.4}, {"scale": 0.0}, {}])
+# The scale and the mixing have nothing to do with each other.
+@pytest.mark.parametrize(
+    ("options", "mixing"),
+    [
+        ({"dropout_p": 0.3, "seed": 2**40 + 7}, "exact"),
+        ({"dropout_p": 0.3, "seed": 2**40 + 7}, "detached"),
+        ({"scale": -0.4}, "exact"),
+        ({"scale": 0.0}, "exact"),
+        ({}, "exact"),
+        ({}, "detached"),
+    ],
+)
 def test_same_as_the_reference(options, mixing):
     """What the oracle does not know; the reference is tested against independent sums in other files."""
     pattern = Dilated([24, 64], [1, 3], torchscale_padding=not options)
@@ -138,8 +152,8 @@ def test_bit_for_bit(rates, monkeypatch):
     """One head of a sample after the other has the bits of all at once."""
     from dilated_attention_pytorch.backends.gpu import launch_plan
 
-    tensors, pattern = inputs(2, 70, 70, 4, 2, 16), Dilated([24, 64], rates)
-    dout, dlse = torch.randn_like(tensors[0]), torch.randn(2, 4, 70, device=DEVICE)
+    tensors, pattern = inputs(2, 70, 70, 2, 2, 16), Dilated([24, 64], rates)
+    dout, dlse = torch.randn_like(tensors[0]), torch.randn(2, 2, 70, device=DEVICE)
     call = lambda *x: attention(*x, pattern, is_causal=True, backend="triton", return_lse=True)  # noqa: E731
     at_once = results(call, tensors, dout, dlse)
     monkeypatch.setattr(launch_plan, "PARTIAL_ELEMENTS", 16)
@@ -158,14 +172,20 @@ def test_division_by_an_inverse():
                 assert (2 * x * factor >> 32) >> shift == x // divisor
 
 
-@pytest.mark.parametrize("by_keys", [False, True])
-@pytest.mark.parametrize(
-    ("n", "m", "lengths"), [(100, 100, None), (17, 100, None), (100, 100, (100, 63)), (17, 100, (97, 84))]
-)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rates", [[1, 3, 2], [2, 3, 4], [1, 2, 4], [2, 4, 12], [1, 6, 2]])
-@pytest.mark.parametrize("lengths_w", [(16, 50, 1000), (16, 48, 96), (16, 50, 28)])
-@pytest.mark.parametrize("least_shares", [1, 2, 3])
+ROWS = [(100, 100, None), (17, 100, None), (100, 100, (100, 63)), (17, 100, (97, 84))]
+RATES = [[1, 3, 2], [2, 3, 4], [1, 2, 4], [2, 4, 12], [1, 6, 2]]
+SEGMENTS = [(16, 50, 1000), (16, 48, 96), (16, 50, 28)]
+# Any three values of different parameters meet.
+TABLES = [
+    (*ROWS[i], (i + j) % 2 == 0, RATES[j], (i // 2 + j + k) % 2 == 0, SEGMENTS[k], (i + j + k) % 3 + 1)
+    for i in range(len(ROWS))
+    for j in range(len(RATES))
+    for k in range(len(SEGMENTS))
+]
+TABLES += [(*x[:3], not x[3], x[4], not x[5], x[6], x[7] % 3 + 1) for x in TABLES]
+
+
+@pytest.mark.parametrize(("n", "m", "lengths", "causal", "rates", "by_keys", "lengths_w", "least_shares"), TABLES)
 def test_every_row_has_one_writer_and_every_part_one_reader(
     n, m, lengths, causal, rates, by_keys, lengths_w, least_shares, monkeypatch
 ):

@@ -39,8 +39,8 @@ def random_order(n, batch):
 def test_every_shape_of_tile(segments, rates, n, batch, causal):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pattern, order = Dilated(segments, rates), random_order(n, batch)
-    inputs = random_inputs(max(1, batch), n, 4, 2, 16, torch.float32)
-    dout, dlse = torch.randn_like(inputs[0]), torch.randn(max(1, batch), 4, n)
+    inputs = random_inputs(max(1, batch), n, 2, 1 if batch else 2, 16, torch.float32)
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(max(1, batch), 2, n)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
 
     def call(order, backend):
@@ -58,8 +58,8 @@ def test_every_shape_of_tile(segments, rates, n, batch, causal):
 def test_options(options):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pattern, order = Dilated([24, 64], [1, 3]), Hilbert.grid(7, 10, device=device)
-    inputs = [x.detach().to(device).requires_grad_() for x in random_inputs(2, 70, 4, 2, 16, torch.float32)]
-    dout, dlse = torch.randn_like(inputs[0]), torch.randn(2, 4, 70, device=device)
+    inputs = [x.detach().to(device).requires_grad_() for x in random_inputs(2, 70, 2, 1, 16, torch.float32)]
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(2, 2, 70, device=device)
     both = [
         with_grads(
             lambda *x, b=backend: attention(
@@ -81,8 +81,8 @@ def test_several_sequences(kind, causal):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     orders = [random_order(n, 0) for n in ((133, 70) if kind == "lengths" else (33, 0, 100))]
     order = Order.padded(orders) if kind == "lengths" else Order.packed(orders)
-    inputs = random_inputs(2, 133, 4, 2, 16, torch.float32)
-    dout, dlse = torch.randn_like(inputs[0]), torch.randn(2, 4, 133)
+    inputs = random_inputs(2, 133, 2, 2, 16, torch.float32)
+    dout, dlse = torch.randn_like(inputs[0]), torch.randn(2, 2, 133)
 
     def call(order, backend):
         options = {"is_causal": causal, "order": order, kind: getattr(order, kind), "backend": backend}

@@ -25,7 +25,7 @@ from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 from dilated_attention_pytorch.values import Inputs
 from ring_cases import on_first_rank
 
-CASES_PER_WORLD = 5  # 25 random cases
+CASES_PER_WORLD = 4  # 16 random cases
 HEAD_DIM = 8
 
 
@@ -165,7 +165,7 @@ def check_fuzz(group, seeds: list[int]) -> None:
             raise
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("world", [2, 3, 5, 7])
 def test_random_cases_are_those_of_one_device(on_ranks, world):
     """Uneven and empty shards, both layouts, padded batches, packed documents, grouped heads, equal scores."""
     on_ranks(world, check_fuzz, list(range(1000 * world, 1000 * world + CASES_PER_WORLD)), spare=world % 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import programs
 
 SCRIPT = """\
@@ -27,5 +29,5 @@ print("the end", flush=True)
 
 
 def test_threads_end_before_the_interpreter(tmp_path):
-    done = programs.run(SCRIPT, folder=tmp_path)
+    (done,) = programs.run_together(SCRIPT, folder=tmp_path, environments=[os.environ], modules=programs.WITH_DYNAMO)
     assert (done.stdout, done.returncode) == ("the end\n", 0), done.stderr

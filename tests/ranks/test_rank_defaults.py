@@ -37,24 +37,21 @@ def _sample(group):
     return found
 
 
-def _check(group, default):
+def _check(group):
     expected = _sample(group)
-    clear_caches()
     before = torch.get_default_dtype()
-    with torch.device("meta") if default == "device" else contextlib.nullcontext():
-        torch.set_default_dtype(before if default == "device" else torch.float64)
-        found = _sample(group)
-    torch.set_default_dtype(before)
+    for default in ("device", "dtype"):
+        clear_caches()
+        with torch.device("meta") if default == "device" else contextlib.nullcontext():
+            torch.set_default_dtype(before if default == "device" else torch.float64)
+            found = _sample(group)
+        torch.set_default_dtype(before)
+        for a, b in zip(found, expected, strict=True):
+            assert a.device.type == "cpu", default
+            assert a.dtype == b.dtype, default
+            assert torch.equal(a, b), default
     clear_caches()
-    for a, b in zip(found, expected, strict=True):
-        assert a.device.type == "cpu"
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
 
 
-def test_default_device(on_ranks):
-    on_ranks(2, _check, "device")
-
-
-def test_default_dtype(on_ranks):
-    on_ranks(2, _check, "dtype")
+def test_default_device_and_default_dtype(on_ranks):
+    on_ranks(2, _check)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+import programs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -24,20 +26,23 @@ def ring_check():
     return module
 
 
+# The example with a shorter sequence: a branch is still longer than another, and both than a message.
+SHORTER = "import sys; sys.path.insert(0, sys.argv[1].rpartition('/')[0]); import ring_check; ring_check.TOKENS = 192\n"
+
+
 @pytest.mark.parametrize("world", [2])
-def test_report(world):
+def test_report(world, tmp_path):
     pytest.importorskip("typer")  # ring.py imports the command line's package
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(world),
-        EXAMPLES / "ring.py",
-        "--check",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    # As in processes of torchrun, where the process that started them holds the store.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    environments = [os.environ | rank | agent for rank in programs.of_ranks(world)]
+    arguments = (SHORTER + programs.FILE, EXAMPLES / "ring.py", "--check")
+    done, *others = programs.run_together(
+        *arguments, folder=tmp_path, environments=environments, modules=programs.WITH_DYNAMO
+    )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert [other.returncode for other in others] == [0] * (world - 1), others
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][2:]
     results = {name.removeprefix("| "): (result, ok.strip(" |")) for name, result, ok in rows}
     assert f"{world} ranks on 1 machine(s)" in done.stdout

@@ -26,12 +26,12 @@ fast_interpreter.install()  # in each rank
 
 # Pattern, rows of the three ranks, heads, key heads, causal, and sequences of their own. All with both layouts.
 CASES = [
-    (Dilated([16, 64, 128], [1, 2, 4]), (40, 50, 38), 4, 4, False, {}),
-    (Dilated([16, 64, 128], [1, 2, 4]), (48, 48, 21), 4, 2, True, {}),
+    (Dilated([16, 64, 128], [1, 2, 4]), (40, 50, 38), 2, 2, False, {}),
+    (Dilated([16, 64, 128], [1, 2, 4]), (48, 48, 21), 2, 1, True, {}),
     (Dilated([32, 100], [1, 3]), (37, 0, 74), 3, 3, False, {}),  # no launch for an empty shard, segments cut anywhere
     (Dilated([64], [2]), (33, 33, 34), 2, 2, True, {}),  # rows without a tile
     (Dilated([16, 64], [1, 4]), (30, 31, 29), 2, 1, True, {"cu_seqlens": [0, 30, 31, 90]}),
-    (Dilated([16, 64], [1, 4]), (30, 31, 29), 2, 1, False, {"lengths": [90, 50]}),
+    (Dilated([16, 64], [1, 4]), (20, 21, 19), 1, 1, False, {"lengths": [60, 33]}),
 ]
 
 
@@ -77,7 +77,7 @@ MASK = torch.rand(8, 8, generator=torch.Generator().manual_seed(3)) < 0.4
 WINDOW = BlockSparse.from_config(SparsePatternConfig("local_window", 0.4, block_size=16))
 # Chunks that begin with a block and chunks that do not, of three ranks.
 BLOCK_CASES = [
-    (BlockSparse.custom(MASK, block_size=16), (48, 32, 40), 4, 2, False, {}),
+    (BlockSparse.custom(MASK, block_size=16), (48, 32, 40), 2, 1, False, {}),
     (WINDOW, (40, 27, 50), 2, 2, True, {}),
     (WINDOW, (48, 32, 40), 2, 1, True, {"lengths": [120, 70]}),
     (WINDOW, (32, 50, 30), 2, 2, False, {"cu_seqlens": [0, 70, 112]}),
@@ -121,8 +121,8 @@ def test_refusals(on_ranks):
 
 
 def check_auto(group, pattern, layout) -> None:
-    rank, whole = dist.get_rank(), torch.randn(3, 1, 96, 2, 16, generator=torch.Generator().manual_seed(1))
-    shards = layout if isinstance(layout, Shards) else Shards.even(96, 3, layout)
+    rank, whole = dist.get_rank(), torch.randn(3, 1, 48, 1, 16, generator=torch.Generator().manual_seed(1))
+    shards = layout if isinstance(layout, Shards) else Shards.even(48, 3, layout)
     own = torch.cat([torch.arange(x.start, x.stop) for x in shards.chunks[rank]])
     with pytest.MonkeyPatch.context() as patch:
         launched = on_a_hopper_gpu(patch)
@@ -139,10 +139,10 @@ def check_auto(group, pattern, layout) -> None:
 @pytest.mark.parametrize(
     ("pattern", "layout"),
     [
-        (Dilated([16, 96], [1, 2]), "contiguous"),
-        (Dilated([16, 96], [1, 2]), Shards.of([32] * 3, "contiguous")),
-        (Dilated([96], [2]), "contiguous"),
-        (Dilated([16, 96], [1, 2]), "zigzag"),
+        (Dilated([16, 48], [1, 2]), "contiguous"),
+        (Dilated([16, 48], [1, 2]), Shards.of([16] * 3, "contiguous")),
+        (Dilated([48], [2]), "contiguous"),
+        (Dilated([16, 48], [1, 2]), "zigzag"),
     ],
     ids=["contiguous", "lengths", "one branch", "zigzag"],
 )

@@ -68,8 +68,8 @@ SETTINGS = [
     Setting(blocks("hierarchical"), 4, "ring", layout="zigzag", more={"is_causal": True}),
     Setting(blocks("global_local", 0.2), 4, "ring", more={"cu_seqlens": [0, 100, 103, 203]}),
     Setting(blocks("local_window", 0.1), 3, "ring", more={"lengths": [203, 40]}),
-    Setting(blocks("adaptive", 0.2), 3, "ring"),
-    Setting(blocks("adaptive", 0.2), 4, "ring", layout="zigzag", more={"is_causal": True}),
+    Setting(blocks("adaptive", 0.2), 3, "ring", n=107),
+    Setting(blocks("adaptive", 0.2), 4, "ring", n=107, layout="zigzag", more={"is_causal": True}),
 ]
 
 

@@ -1,15 +1,15 @@
 """Compile kernels without a GPU and print what they use: a line of JSON in, one out. Run by tests/kernels/test_compiled.py.
 
-    echo '["forward", 2, 64, 64, 64, 4, 3]' | python tests/support/compile_kernels.py
-                                                         kernel, element size, head size, config
-    echo '["hopper forward", 64]' | ...                  kernel, head size [, final, group, parts, single]
-    echo '["hopper joint", 64]' | ...                    the same, all gradients
-    echo '["block forward", 2, 64, 128]' | ...           kernel, element size, head size, block size
-    echo '["hopper block dq", 64, 128, true, 1]' | ...   kernel, head size, block size, causal, group
+    echo '[90, "forward", 2, 64, 64, 64, 4, 3]' | python tests/support/compile_kernels.py
+                                                             capability, kernel, element size, head size, config
+    echo '[90, "hopper forward", 64]' | ...                  kernel, head size [, final, group, parts, single]
+    echo '[90, "hopper joint", 64]' | ...                    the same, all gradients
+    echo '[86, "block forward", 2, 64, 128]' | ...           kernel, element size, head size, block size
+    echo '[90, "hopper block dq", 64, 128, true, 1]' | ...   kernel, head size, block size, causal, group
 
-Compiles for sm_90, or for the capability given as an argument: 86, 100. With a second argument "machine-code" the answer
-also has what the machine code shows: spilled registers, loops, order of memory accesses. This runs in a process of its own,
-because the interpreter that other tests use must be off when kernels are defined.
+Compiles for the capability in front: 90 is sm_90. With an argument "machine-code" the answer also has what the machine code
+shows: spilled registers, loops, order of memory accesses. This runs in a process of its own, because the interpreter that
+other tests use must be off when kernels are defined.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ HOPPER_BLOCKS = {
     "dkv": hopper_block_dkv.block_dkv_kernel,
 }
 ARGUMENTS = sys.argv[1:] if __name__ == "__main__" else []
-CAPABILITY = int(ARGUMENTS[0]) if ARGUMENTS else 90
 RESULTS = ("OUT", "DQ", "DK", "DV")
 HALF = ("Q", "K", "V", "DOUT", *RESULTS)
 FLOAT = (
@@ -98,7 +97,9 @@ def argument_type(name: str, element: str) -> str:
     return "fp32" if name in ("scale_log2", "scale", "keep_scale") else "i32"
 
 
-def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False, float32="tf32x3"):
+def usage(
+    kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False, float32="tf32x3", *, capability
+):
     function = KERNELS[kernel]
     constants = {
         "D": head_dim,
@@ -117,13 +118,14 @@ def usage(kernel, size, head_dim, block_m, block_n, warps, stages, final=True, o
     }
     if kernel == "forward":
         constants["NEGATIVE"] = False
-    return compiled_usage(ASTSource, function, constants, size, {"num_warps": warps, "num_stages": stages})
+    options = {"num_warps": warps, "num_stages": stages}
+    return compiled_usage(ASTSource, function, constants, size, options, capability=capability)
 
 
-def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config=None):
+def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config=None, *, capability):
     """``config`` in place of the shipped one: rows, keys, warps, stages."""
     dtype = torch.bfloat16 if size == 2 else torch.float32
-    shipped = getattr(block_configs(divmod(CAPABILITY, 10), dtype, head_dim, block_size), kernel)
+    shipped = getattr(block_configs(divmod(capability, 10), dtype, head_dim, block_size), kernel)
     block_m, block_n, warps, stages = config or (shipped.block_m, shipped.block_n, shipped.warps, shipped.stages)
     constants = {
         "D": head_dim,
@@ -141,11 +143,20 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
         constants["group"] = 1
     if kernel == "forward":
         constants["NEGATIVE"] = False
-    return compiled_usage(ASTSource, BLOCKS[kernel], constants, size, {"num_warps": warps, "num_stages": stages})
+    options = {"num_warps": warps, "num_stages": stages}
+    return compiled_usage(ASTSource, BLOCKS[kernel], constants, size, options, capability=capability)
 
 
 def hopper_usage(
-    kernel, head_dim, final=True, group=1, parts=hopper_run.LEAST_PARTIALS, single_results=False, running=False
+    kernel,
+    head_dim,
+    final=True,
+    group=1,
+    parts=hopper_run.LEAST_PARTIALS,
+    single_results=False,
+    running=False,
+    *,
+    capability,
 ):
     config = getattr(hopper_configs.configs(head_dim), kernel)
     constants = {
@@ -164,10 +175,11 @@ def hopper_usage(
     if kernel == "joint":
         constants["SCALED"] = running
     options = {"num_warps": 4, "maxnreg": persistent.constants(config, head_dim)["maxnreg"]}
-    return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options, RESULTS if single_results else ())
+    single = RESULTS if single_results else ()
+    return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options, single, capability=capability)
 
 
-def hopper_block_usage(kernel, head_dim, block_size, causal, group, running=False):
+def hopper_block_usage(kernel, head_dim, block_size, causal, group, running=False, *, capability):
     config = getattr(hopper_configs.configs(head_dim), kernel)
     constants = {
         "D": head_dim,
@@ -184,10 +196,10 @@ def hopper_block_usage(kernel, head_dim, block_size, causal, group, running=Fals
     if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
     options = {"num_warps": 4, "maxnreg": persistent.START_REGISTERS[config.helpers]}
-    return compiled_usage(GluonASTSource, HOPPER_BLOCKS[kernel], constants, 2, options)
+    return compiled_usage(GluonASTSource, HOPPER_BLOCKS[kernel], constants, 2, options, capability=capability)
 
 
-def compiled_usage(source, function, constants, size, options, single=()):
+def compiled_usage(source, function, constants, size, options, single=(), *, capability):
     """``single``: parameters that are float32 whatever the size."""
     names = function.arg_names
     signature, hints = {}, {}
@@ -198,7 +210,7 @@ def compiled_usage(source, function, constants, size, options, single=()):
             hints[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     source = source(fn=function, signature=signature, constexprs=constexprs, attrs=hints)
-    compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options | FUSED)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options | FUSED)
     ptx = compiled.asm["ptx"]
     return {
         "shared_bytes": compiled.metadata.shared,
@@ -243,8 +255,9 @@ def machine_code(cubin: bytes) -> dict:
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        name, *rest = arguments = json.loads(line)
+        capability, *arguments = json.loads(line)
+        name, *rest = arguments
         family, _, kernel = name.rpartition(" ")
         families = {"hopper": hopper_usage, "hopper block": hopper_block_usage, "block": block_usage}
-        used = families.get(family, usage)(kernel, *rest)
+        used = families.get(family, usage)(kernel, *rest, capability=capability)
         print(json.dumps({"arguments": arguments} | used), flush=True)

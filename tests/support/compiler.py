@@ -17,10 +17,12 @@ _SCRIPT = Path(__file__).parent / "compile_kernels.py"
 
 
 @lru_cache
-def _compiler(capability: int, machine_code: bool) -> tuple[subprocess.Popen, TextIO]:
+def _compiler(machine_code: bool) -> tuple[subprocess.Popen, TextIO]:
     """A process that compiles until this one ends, and its errors: its start takes as long as a compilation."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", _SCRIPT, str(capability), "machine-code" if machine_code else "ptx"]
+    if not machine_code:
+        environment["TRITON_DISABLE_LINE_INFO"] = "1"  # saves a fifteenth of the time
+    command = [sys.executable, "-W", "ignore", _SCRIPT, "machine-code" if machine_code else "ptx"]
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True), errors
@@ -28,10 +30,10 @@ def _compiler(capability: int, machine_code: bool) -> tuple[subprocess.Popen, Te
 
 def compiled(cases: list[list], capability: int = 90, *, machine_code: bool = False) -> list[dict]:
     """What each kernel uses, in the order of the cases."""
-    process, errors = _compiler(capability, machine_code)
+    process, errors = _compiler(machine_code)
     answers = []
     for case in cases:
-        print(json.dumps(case), file=process.stdin, flush=True)
+        print(json.dumps([capability, *case]), file=process.stdin, flush=True)
         answers.append(process.stdout.readline())
         if not answers[-1]:
             _compiler.cache_clear()

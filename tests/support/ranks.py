@@ -35,6 +35,9 @@ PRELOAD = ["torch.distributed", "dilated_attention_pytorch", "pytest", "hypothes
 if not torch.cuda.is_available():
     PRELOAD += ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.nn.parallel", "torch.testing"]
     PRELOAD += ["dilated_attention_pytorch.nn", "dilated_attention_pytorch.distributed"]
+    # What compiled models and interpreted kernels import.
+    PRELOAD += ["networkx", "torch._functorch.aot_autograd", "triton.experimental.gluon"]
+    PRELOAD += ["dilated_attention_pytorch.backends.gpu.portable"]
 multiprocessing.set_forkserver_preload(PRELOAD)
 _CONTEXT = multiprocessing.get_context("forkserver")
 LIMIT_S = 300.0  # a call that takes longer hangs
@@ -45,7 +48,8 @@ GRACE_S = 3.0  # after a rank has failed, for the reports of the others
 def fresh() -> Iterator[None]:
     """A fixed seed, and NaN in memory from ``torch.empty``, so that an element that nobody wrote shows."""
     before = torch.are_deterministic_algorithms_enabled()
-    torch.manual_seed(0)
+    # torch.manual_seed formats the stack three times for devices that are not there, which takes as long as a small test.
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:

@@ -124,9 +124,10 @@ def test_rows_that_meet_nobody_are_exactly_empty(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradcheck(backend, mixing):
     """Finite differences, lse included. Detached mixing is checked where it is the exact gradient: one branch."""
-    branches = ([6, 12], [1, 2]) if mixing == "exact" else ([6], [2])
+    # The time grows with the square of the number of elements. The last segments have one row.
+    branches = ([4, 8], [1, 2]) if mixing == "exact" else ([4], [2])
     pattern = Dilated(*branches)
-    inputs = random_inputs(1, 13, 13, 2, 1, 3)
+    inputs = random_inputs(1, 9, 9, 2, 1, 2)
 
     def call(q, k, v):
         out, lse = attention(q, k, v, pattern, is_causal=True, backend=backend, return_lse=True, mixing_gradient=mixing)

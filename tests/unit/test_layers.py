@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,12 @@ def _name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def _imports(path: Path) -> list[tuple[str, bool]]:
     """Modules that a file imports, and whether inside a function; type-checking blocks do not run."""
     found: list[tuple[str, bool]] = []
@@ -64,10 +71,11 @@ def _imports(path: Path) -> list[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
             visit(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
-    visit(ast.parse(path.read_text()), False)
+    visit(_tree(path), False)
     return found
 
 
+@cache
 def _is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split(".")[1:])
     return name.startswith(f"{PACKAGE}.") and (path.is_dir() or path.with_suffix(".py").exists())
@@ -144,7 +152,7 @@ def test_backends_do_not_import_one_another(path):
 
 
 def test_a_class_name_exists_once():
-    names = [n.name for path in FILES for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)]
+    names = [n.name for path in FILES for n in ast.walk(_tree(path)) if isinstance(n, ast.ClassDef)]
     assert sorted(names) == sorted(set(names))
 
 
@@ -155,7 +163,7 @@ def test_no_function_outside_kernels_takes_more_than_eight_parameters():
     for path in FILES:
         if "kernels" in path.parts or path.name == "operators.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if not isinstance(node, ast.FunctionDef) or node.name in public:
                 continue
             args = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]

@@ -41,7 +41,7 @@ def patterns(draw, max_key_heads=6):
     return Dilated([w for w, _ in branches], rates, rule), key_heads
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(data=st.data(), n=st.integers(0, 60), causal=st.booleans())
 def test_plan_covers_the_multiplicity_exactly(data, n, causal):
     pattern, key_heads = data.draw(patterns())
@@ -57,7 +57,7 @@ def test_plan_covers_the_multiplicity_exactly(data, n, causal):
     assert plan.pairs == expected.total()
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(data=st.data(), n=st.integers(1, 50), causal=st.booleans())
 def test_plan_of_parts_of_the_sequence_covers_their_pairs(data, n, causal):
     """Any range of queries against any range of keys: what a rank that holds parts of a sequence computes."""
@@ -70,7 +70,7 @@ def test_plan_of_parts_of_the_sequence_covers_their_pairs(data, n, causal):
     assert covered(plan) == Counter(inside)
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(data=st.data(), n=st.integers(1, 60))
 def test_zero_keys_of_families_are_those_of_the_authors_padding(data, n):
     pattern, key_heads = data.draw(patterns())
