@@ -27,6 +27,7 @@ LAYERS = (
     ("streaming_rows", "streaming_check", "streaming"),
     ("nn",),
     ("models",),
+    ("training",),
     ("cli", "compat"),
 )
 # Files of the patterns, plans and schedules that are plain integers.

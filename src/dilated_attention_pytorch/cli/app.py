@@ -21,6 +21,7 @@ from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, c
 from dilated_attention_pytorch.cli.show import ORDERS, make_order, make_view
 from dilated_attention_pytorch.cli.stream import stream
 from dilated_attention_pytorch.cli.streams import interruptible
+from dilated_attention_pytorch.cli.train import score, train
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -121,6 +122,8 @@ def show(
 
 
 app.command()(stream)
+app.command()(train)
+app.command()(score)
 
 
 def _check_output(path: Path, kind: str) -> None:

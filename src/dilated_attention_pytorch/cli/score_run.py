@@ -1,0 +1,97 @@
+"""The command ``score``: bits per token of files under a trained decoder."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+
+from dilated_attention_pytorch.cli.demo import choose_device
+from dilated_attention_pytorch.cli.streams import interruptible
+from dilated_attention_pytorch.cli.train_options import ScoreOptions
+from dilated_attention_pytorch.cli.train_run import end, reported
+from dilated_attention_pytorch.training import Corpus, ScoreBins, load_decoder, log_probabilities
+from dilated_attention_pytorch.training.costs import peak_memory
+from dilated_attention_pytorch.training.settings import DTYPES
+
+_CHUNK = {"cpu": 4096, "cuda": 65_536}
+_LINE_S = 2.0
+
+
+def run_score(options: ScoreOptions) -> None:
+    """Run the command."""
+    if options.plot is not None:
+        # A missing package is reported before the run.
+        from dilated_attention_pytorch.cli.train_picture import score_picture
+    with reported(), tempfile.TemporaryDirectory(prefix="dilated-attention-") as temporary:
+        device = choose_device(options.device)
+        dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        chunk = _CHUNK[device.type] if options.chunk is None else options.chunk
+        if chunk < 1 or options.bins < 1:
+            raise ValueError(f"--chunk and --bins must be at least 1, got {chunk} and {options.bins}")
+        corpus = Corpus.open(options.data, options.cache or Path(temporary), options.tokens)
+        if len(corpus) < 2:
+            raise ValueError(
+                f"a file needs 2 tokens, because the first has no prediction: got {len(corpus)}; name a longer file"
+            )
+        model = load_decoder(options.model, device, getattr(torch, dtype))
+        if (model.config.vocab_size or 0) < corpus.vocabulary:
+            raise ValueError(
+                f"the vocabulary of the model has {model.config.vocab_size} tokens, and {corpus.kind} need "
+                f"{corpus.vocabulary}; use --tokens, or another model"
+            )
+        bins = ScoreBins(len(corpus), options.bins)
+        console = Console(highlight=False, stderr=options.json == "-", quiet=options.quiet)
+        begin = printed = time.monotonic()
+        try:
+            with interruptible():
+                target = None if options.log_probabilities is None else options.log_probabilities.open("wb")
+                for first, values in log_probabilities(model, corpus, chunk):
+                    bins.add(first, values)
+                    if target is not None:
+                        target.write(bytes(values.contiguous().view(torch.uint8)))
+                    if time.monotonic() - printed >= _LINE_S and not options.quiet:
+                        printed = time.monotonic()
+                        done = first + len(values)
+                        rate = done / (printed - begin)
+                        text = f"{done / len(corpus):4.0%}  {done:,} tokens, {rate:,.0f} tokens/s"
+                        Console(stderr=True, soft_wrap=True, highlight=False).print(
+                            f"{text}, {bins.bits:.4f} bits per token"
+                        )
+                if target is not None:
+                    target.close()
+        except KeyboardInterrupt:
+            end(f"Interrupted: {bins.tokens:,} of {len(corpus) - 1:,} tokens are scored.", 130)
+        seconds = time.monotonic() - begin
+        figures = {
+            "model": str(options.model), "kind": corpus.kind, "tokens": bins.tokens, "seconds": seconds, "dtype": dtype,
+            "device": str(device), "chunk": chunk, "tokens_per_second": bins.tokens / seconds, "bits_per_token": bins.bits,
+            "peak_memory_bytes": peak_memory(device), "positions": bins.positions, "bits": bins.means,
+        }  # fmt: skip
+        _print(console, figures)
+        text = json.dumps(figures, indent=1)
+        if options.json == "-":
+            typer.echo(text)
+        elif options.json is not None:
+            Path(options.json).write_text(text + "\n")
+        if options.plot is not None:
+            found = [(x, y) for x, y in zip(bins.positions, bins.means, strict=True) if y is not None]
+            title = f"{', '.join(path.name for path in options.data)}: {bins.bits:.4f} bits per token"
+            score_picture([x for x, _ in found], [y for _, y in found], title).savefig(options.plot, dpi=150)
+
+
+def _print(console: Console, figures: dict[str, Any]) -> None:
+    console.print(f"bits per token   {figures['bits_per_token']:.4f}")
+    console.print(f"perplexity       {math.pow(2.0, figures['bits_per_token']):.4f}")
+    console.print(f"tokens           {figures['tokens']:,} {figures['kind']}")
+    console.print(f"rate             {figures['tokens_per_second']:,.0f} tokens/s")
+    console.print(f"peak memory      {figures['peak_memory_bytes'] / 2**20:,.0f} MiB")

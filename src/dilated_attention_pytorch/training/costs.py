@@ -1,0 +1,61 @@
+"""How many operations a training step needs, and how many a GPU could do in the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dilated_attention_pytorch.models import LongNetConfig
+from dilated_attention_pytorch.plan.tiles import compile_plan
+
+# FLOP/s of dense matrix products in bfloat16, of the vendors' data sheets. The first name that fits counts.
+PEAKS = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12,
+    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "A10": 125e12, "V100": 125e12,
+}  # fmt: skip
+
+
+def peak_of(device: torch.device) -> tuple[str, float] | None:
+    """The name of a GPU and its largest rate; None for a CPU and for a GPU that the table does not have."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next(((key, peak) for key, peak in PEAKS.items() if key in name), None)
+
+
+def attention_flops(config: LongNetConfig, context: int) -> int:
+    """Forward and backward of attention over one window, of all layers: only pairs that meet are counted."""
+    plan = compile_plan(config.pattern, context, config.key_heads, is_causal=True)
+    heads_per_key = config.num_heads // config.key_heads
+    both = (plan.flops(config.head_dim, queries_per_key=heads_per_key, backward=x) for x in (False, True))
+    return config.num_layers * sum(both)
+
+
+def window_flops(model: nn.Module, config: LongNetConfig, context: int) -> int:
+    """Operations of a forward and a backward of one window: 6 for each token and parameter, and attention.
+
+    The table of embeddings is not counted unless it is also the output layer. Nothing that is computed twice, such as
+    checkpointed activations, is counted twice.
+    """
+    return 6 * multiplied_parameters(model) * context + attention_flops(config, context)
+
+
+def multiplied_parameters(model: nn.Module) -> int:
+    """The parameters that every token is multiplied with."""
+    parameters = dict(model.named_parameters())
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    used = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    return sum(p.numel() for p in parameters.values() if id(p) not in tables - used)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The largest number of bytes so far: of tensors on a GPU, of the resident process on a CPU, 0 if not known."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.is_file():  # not Linux
+        return 0
+    sizes = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    return int(sizes["VmHWM"].split()[0]) * 1024
