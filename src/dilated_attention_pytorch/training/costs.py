@@ -39,15 +39,13 @@ def window_flops(model: nn.Module, config: LongNetConfig, context: int) -> int:
     The table of embeddings is not counted unless it is also the output layer. Nothing that is computed twice, such as
     checkpointed activations, is counted twice.
     """
-    return 6 * multiplied_parameters(model) * context + attention_flops(config, context)
+    return 6 * multiplied_parameters(model, config) * context + attention_flops(config, context)
 
 
-def multiplied_parameters(model: nn.Module) -> int:
+def multiplied_parameters(model: nn.Module, config: LongNetConfig) -> int:
     """The parameters that every token is multiplied with."""
-    parameters = dict(model.named_parameters())
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    used = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    return sum(p.numel() for p in parameters.values() if id(p) not in tables - used)
+    table = 0 if config.tie_embeddings else (config.vocab_size or 0) * config.embed_dim
+    return sum(p.numel() for p in model.parameters()) - table
 
 
 def peak_memory(device: torch.device) -> int:

@@ -106,10 +106,21 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the last step."""
         self.ranks.first_then_others(self.corpus.check_unchanged)
+        self._check_parameters()
         if self.log is not None:
             self.log.sync()
         state = {"settings": self.settings.description(), "data": self.corpus.fingerprints(), "ranks": self.ranks.world}
         self.checkpoints.save(self.step, self._tensors(), state)
+
+    def _check_parameters(self) -> None:
+        """Raise a LossError if a parameter is not finite, so that no checkpoint holds it."""
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
+        wrong = torch.stack([(~p.detach().isfinite()).sum() for p in local]).sum()
+        if count := int(self.ranks.add(wrong)):
+            raise LossError(
+                f"{count} numbers in the parameters are not finite after step {self.step}. {self._last_good()}. "
+                f"{self._way_out()}"
+            )
 
     def run(self) -> Iterator[TrainPoint]:
         """Go on to the last step and yield a point after each. The caller may set ``stop``, which the ranks agree on."""
@@ -190,14 +201,19 @@ class Trainer:
         return float(self.ranks.add(total)) / (targets * self.ranks.data)
 
     def _report(self, loss: float, norm: float, starts: list[int]) -> str:
-        last = self.checkpoints.last()
-        kept = "There is no checkpoint" if last is None else f"The last good checkpoint is {last}"
         where = "; ".join(self.corpus.where(start) for start in starts)
         return (
             f"step {self.step + 1} stopped: its loss is {loss} and the norm of its gradients is {norm}. Its windows of "
-            f"{self.settings.context} tokens begin at {where}. {kept}. Use a smaller learning rate than "
-            f"{self.settings.learning_rate:g}, or a longer warm-up than {self.settings.warm_up} steps, in another folder."
+            f"{self.settings.context} tokens begin at {where}. {self._last_good()}. {self._way_out()}"
         )
+
+    def _last_good(self) -> str:
+        last = self.checkpoints.last()
+        return "There is no checkpoint" if last is None else f"The last good checkpoint is {last}"
+
+    def _way_out(self) -> str:
+        rate, warm_up = self.settings.learning_rate, self.settings.warm_up
+        return f"Use a smaller learning rate than {rate:g}, or a longer warm-up than {warm_up} steps, in another folder."
 
     def close(self) -> None:
         """Close the log."""
