@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo quick test check format bench test-gpu test-machine-code clean
+.PHONY: help demo data quick test check format bench test-gpu test-machine-code clean
 help:
 	@echo "make demo      run dilated attention on a real text, next to dense attention"
 	@echo "make quick     run the tests for before a commit, in less than 3 minutes on 2 cores"
@@ -15,6 +15,7 @@ help:
 	@echo "make bench     measure on this machine's CPU; ARGS=\"--out FILE\" writes the results"
 	@echo "make test-gpu  run the GPU tests with the python3 that holds torch, without installing"
 	@echo "make test-machine-code  compare the kernels' machine code with the numbers of the pinned Triton"
+	@echo "make data      fetch the genomes of benchmarks into data/, 29 MB of a download of 97 MB"
 	@echo "make clean     delete the virtual environment"
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -45,6 +46,9 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+data: $(INSTALLED)
+	$(BIN)/python benchmarks/fetch_data.py $(ARGS)
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests $(ARGS)

@@ -165,12 +165,15 @@ class Checkpoints:
         path.rename(hidden)
         shutil.rmtree(hidden)
 
-    def load(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors, which may be sharded over other ranks than those that were saved."""
+    def load(self, step: int, tensors: dict[str, Tensor], *, together: bool = True) -> None:
+        """Fill tensors, which may be sharded over other ranks than those that were saved.
+
+        With ``together=False`` one rank fills whole tensors, and the others do not take part.
+        """
         path = self.path(step)
         try:
             with _one_process():
-                load(tensors, storage_reader=FileSystemReader(path))
+                load(tensors, storage_reader=FileSystemReader(path), no_dist=not together)
         except (OSError, RuntimeError, ValueError, CheckpointException) as problem:
             raise CheckpointError(
                 f"{path} could not be read: {_reason(problem)}; delete it to go on from the one before"

@@ -27,7 +27,7 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype = torch.
         raise FileNotFoundError(f"{folder} holds no model: neither config.json nor a complete folder in checkpoints/")
     config = LongNetConfig.from_dict(checkpoints.state(steps[-1])["settings"]["model"])
     model = LongNetDecoder(config, device=device)
-    checkpoints.load(steps[-1], {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+    checkpoints.load(steps[-1], {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, together=False)
     return model.to(dtype).eval()
 
 
