@@ -165,7 +165,7 @@ def main() -> None:
     runs, timings, steps = earlier.get("runs", []), earlier.get("timings", []), options.steps or earlier.get("steps")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        test = Corpus.open([options.test], folder)
+        test = Corpus.of([options.test], folder)
         if steps is None:
             timings = []
             for case in cases:

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 examples/train_longnet.py --sequence-ranks 2
 
 The modules are those of ``dilated-attention train``. On four ranks with ``--sequence-ranks 2``, the batch is distributed
-over two pairs of ranks, and each pair shares its windows. Parameters are sharded over all ranks (FSDP2). After any end of the
+over two pairs of ranks, and each pair shares its windows. Parameters are sharded over all ranks (FSDP2). Whatever ends the
 process, the same command goes on from the last checkpoint.
 """
 
@@ -76,7 +76,7 @@ def main() -> None:
     if first:
         # Score a text of any length in one pass: the caches of the decoder do not grow with it.
         model = load_decoder(options.out, torch.device("cpu"))
-        corpus = Corpus.open(data[:1] or [__file__], options.out / "data")
+        corpus = Corpus.of(data[:1] or [__file__], options.out / "data")
         chunks = itertools.islice(log_probabilities(model, corpus, 1024), 4)
         scores = torch.cat([values for _, values in chunks])
         name, bits = corpus.files[0].path, -float(scores.nanmean()) / math.log(2)

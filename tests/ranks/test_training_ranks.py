@@ -31,7 +31,7 @@ def assert_same_to_rounding(actual: list[dict], expected: list[dict]) -> None:
         for name in ("loss", "gradient_norm", "held_out_loss"):
             assert (a[name] is None) == (b[name] is None)
             if a[name] is not None:
-                assert a[name] == pytest.approx(b[name], rel=2e-4), (name, a["step"])
+                assert a[name] == pytest.approx(b[name], rel=3e-6), (name, a["step"])  # measured: 3e-7
 
 
 @pytest.mark.parametrize(("world", "sequence"), [(2, 1), (2, 2), (4, 2)], ids=["data", "sequence", "both"])

@@ -443,7 +443,7 @@ def test_scores_are_those_of_one_forward(tmp_path, chunk):
     torch.manual_seed(0)
     config = LongNetConfig.from_dict(training_cases.MODEL | {"vocab_size": 5})
     model = LongNetDecoder(config, dtype=torch.float64).eval()
-    corpus = Corpus.open(paths, tmp_path / "cache")
+    corpus = Corpus.of(paths, tmp_path / "cache")
     bins = ScoreBins(len(corpus), 10)
     values = []
     for first, some in log_probabilities(model, corpus, chunk):

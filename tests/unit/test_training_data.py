@@ -43,7 +43,7 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def opened(*paths: Path) -> Corpus:
-    return Corpus.open(paths, paths[0].parent / "cache")
+    return Corpus.of(paths, paths[0].parent / "cache")
 
 
 @pytest.mark.parametrize("name", ["x.fa", "x.fna.gz", "x.FASTA"])

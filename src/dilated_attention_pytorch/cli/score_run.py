@@ -38,7 +38,7 @@ def run_score(options: ScoreOptions) -> None:
         chunk = _CHUNK[device.type] if options.chunk is None else options.chunk
         if chunk < 1 or options.bins < 1:
             raise ValueError(f"--chunk and --bins must be at least 1, got {chunk} and {options.bins}")
-        corpus = Corpus.open(options.data, options.cache or Path(temporary), options.tokens)
+        corpus = Corpus.of(options.data, options.cache or Path(temporary), options.tokens)
         if len(corpus) < 2:
             raise ValueError(
                 f"a file needs 2 tokens, because the first has no prediction: got {len(corpus)}; name a longer file"

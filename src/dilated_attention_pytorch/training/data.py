@@ -52,7 +52,7 @@ class Corpus:
         self._marks = [_stamp(Path(file.path)) for file in self.files]
 
     @classmethod
-    def open(cls, paths: Sequence[str | Path], cache: Path, kind: str = "auto") -> Corpus:
+    def of(cls, paths: Sequence[str | Path], cache: Path, kind: str = "auto") -> Corpus:
         """Open files and folders, or the standard library's sources. ``cache`` is the folder for unpacked files."""
         files = list_files(paths)
         kind = kind_of(files) if kind == "auto" else kind

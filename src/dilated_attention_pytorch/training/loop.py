@@ -62,7 +62,7 @@ class Trainer:
                 f"{settings.accumulate} and {self.ranks.data}"
             )
         self.checkpoints = Checkpoints(out / "checkpoints", settings.keep)
-        self.corpus = self.ranks.first_then_others(lambda: Corpus.open(settings.data, out / "data", settings.kind))
+        self.corpus = self.ranks.first_then_others(lambda: Corpus.of(settings.data, out / "data", settings.kind))
         if (settings.model.vocab_size or 0) < self.corpus.vocabulary:
             raise ValueError(
                 f"vocab_size must be at least {self.corpus.vocabulary} for tokens that are {self.corpus.kind}, got "
