@@ -69,7 +69,8 @@ def main() -> None:
             package = answer.read()
         if hashlib.sha256(package).hexdigest() != digest:
             raise SystemExit(f"{options.mirror}/{path} does not have the expected SHA-256 sum {digest}; nothing was kept")
-        with tarfile.open(fileobj=io.BytesIO(member(package, "data.tar.xz"))) as archive:
+        file = io.BytesIO(member(package, "data.tar.xz"))
+        with tarfile.open(fileobj=file) as archive:
             for name, expected in files.items():
                 found = archive.extractfile(f"./{name}")
                 content = b"" if found is None else found.read()
