@@ -33,7 +33,7 @@ from dilated_attention_pytorch.training import (
     log_probabilities,
     read_log,
 )
-from dilated_attention_pytorch.training.costs import attention_flops, window_flops
+from dilated_attention_pytorch.training.costs import attention_flops, peak_of, window_flops
 from dilated_attention_pytorch.training.data import IGNORED, batch_of
 from dilated_attention_pytorch.training.log import TrainLog
 from training_cases import curve, finish, make_settings, write_text
@@ -407,6 +407,18 @@ def test_operations_of_a_window():
         model = LongNetDecoder(chosen)
         count = sum(p.numel() for name, p in model.named_parameters() if tied or name != "embed_tokens.weight")
         assert window_flops(model, chosen, 64) == 6 * 64 * count + attention_flops(config, 64)
+
+
+def test_rates_of_gpus(monkeypatch):
+    """Names as the driver reports them. A GPU whose name only begins like another one has no rate."""
+    for name, expected in (
+        ("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L40", None), ("NVIDIA A10G", None),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        found = peak_of(torch.device("cuda"))
+        assert (None if found is None else found[1]) == expected, name
+    assert peak_of(CPU) is None
 
 
 def test_settings_are_checked(text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from dilated_attention_pytorch.plan.tiles import compile_plan
 # FLOP/s of dense matrix products in bfloat16, of the vendors' data sheets. The first name that fits counts.
 PEAKS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12,
-    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "A10": 125e12, "V100": 125e12,
+    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12,
 }  # fmt: skip
 
 
@@ -22,7 +23,7 @@ def peak_of(device: torch.device) -> tuple[str, float] | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next(((key, peak) for key, peak in PEAKS.items() if key in name), None)
+    return next(((key, peak) for key, peak in PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
 
 
 def attention_flops(config: LongNetConfig, context: int) -> int:
