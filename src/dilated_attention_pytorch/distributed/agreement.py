@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,6 +36,13 @@ from dilated_attention_pytorch.values import Inputs
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 
 
+# Arguments of a call that are compared, by name. Rows differ, and sharded rows are always in order.
+_OF_CALL = tuple(x.name for x in fields(Call) if x.name not in ("queries", "keys", "in_order", "sharding"))
+_OF_SHARDING = tuple(x.name for x in fields(Sharding) if x.name != "group")
+_NAMES = _OF_CALL + _OF_SHARDING
+_values_of = attrgetter(*_OF_CALL, *(f"sharding.{name}" for name in _OF_SHARDING))
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """The arguments that all ranks of a call have in common."""
@@ -53,15 +62,23 @@ class Arguments:
 
 def arguments_of(call: Call, inputs: Inputs) -> Arguments:
     """The arguments of ``attention``. With the rows of every rank, they decide what travels and what is computed."""
-    values: dict[str, Any] = {"version": dilated_attention_pytorch.__version__}
-    values |= {field.name: comparable(getattr(call, field.name)) for field in fields(call) if field.name != "sharding"}
-    values |= {field.name: comparable(getattr(call.sharding, field.name)) for field in fields(Sharding)}
-    for name in ("queries", "keys", "in_order", "group"):  # rows differ, and sharded rows are always in order
-        del values[name]
-    values["dropout_p"] = float(call.dropout_p)
-    values["seed"] = None if call.seed is None or call.dropout_p == 0.0 else int(call.seed)
-    values["requires_grad"] = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    return Arguments("attention", tuple(values.items()))
+    requires_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    seed = None if call.seed is None or call.dropout_p == 0.0 else int(call.seed)
+    values = (*_values_of(call), float(call.dropout_p), seed, requires_grad)
+    tensors = call.seed, call.lengths, call.starts, call.cu_seqlens, call.order
+    # Equal keys must have equal texts: 0.0 and -0.0 have not.
+    is_plain = isinstance(call.pattern, Dilated) and call.scale != 0.0 and all(x is None for x in tensors)
+    return _known_arguments(*values) if is_plain else _make_arguments(*values)
+
+
+def _make_arguments(*values: Any) -> Arguments:
+    # The last ones replace those of the same names.
+    by_name = zip((*_NAMES, "dropout_p", "seed", "requires_grad"), map(comparable, values), strict=True)
+    named = {"version": dilated_attention_pytorch.__version__} | dict(by_name)
+    return Arguments("attention", tuple(named.items()))
+
+
+_known_arguments = lru_cache(maxsize=64, typed=True)(_make_arguments)
 
 
 def comparable(value: Any) -> Any:
@@ -143,12 +160,11 @@ class reporting:  # noqa: N801  a context, named like a function
 def _gather(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
     # NCCL has no CPU tensors.
     device = "cpu" if backend_for("cpu", group) else dist.get_backend_config(group).split(":")[0]
-    own = torch.tensor(numbers, device=device)
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    watch = watch_of(group)
+    watch, own = watch_of(group), torch.tensor(numbers, device=device)
+    every = torch.empty((watch.world, len(numbers)), dtype=own.dtype, device=device)
     with watch.turn("a comparison"), watch.waiting("compare its arguments with the others"):
-        dist.all_gather(every, own, group=group)
-    return torch.stack(every).tolist()
+        dist.all_gather(list(every.unbind()), own, group=group)
+    return every.tolist()
 
 
 def _gather_objects(group: dist.ProcessGroup, own: Arguments | str) -> list[Any]:

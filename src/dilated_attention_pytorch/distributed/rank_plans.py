@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,12 +70,23 @@ class DilatedSection(Section):
 
     sequence: DilatedShards
     transfer: Transfer
+    # The plans of the rows, made by the first call that needs them: a plan of many ranks is made without them.
+    _known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def bytes(self) -> int:
+        """About how much memory the section takes with its plans, without the rows that travel."""
+        return 3072
 
     def packing(self) -> Plan:
         """The rows as tiles with themselves, which have their heads, first rows and strides."""
-        schedule, at = self.sequence.schedule, self.transfer.positions
-        sizes = schedule.shards.length, schedule.key_heads
-        return compile_plan(schedule.pattern, *sizes, is_causal=False, queries=at, keys=at).of_branch(self.transfer.branch)
+        if "packing" not in self._known:
+            schedule, at = self.sequence.schedule, self.transfer.positions
+            sizes = schedule.shards.length, schedule.key_heads
+            whole = compile_plan(schedule.pattern, *sizes, is_causal=False, queries=at, keys=at)
+            self._known["packing"] = whole.of_branch(self.transfer.branch)
+        plan: Plan = self._known["packing"]
+        return plan
 
     def _views(self, x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         rows = self.sequence.rows(self.transfer.source, self.transfer.positions)
@@ -90,8 +102,14 @@ class DilatedSection(Section):
         for in_place, together in self._views(x, packed):
             in_place.add_(together)
 
-    def steps(self) -> Iterator[DilatedStep]:
+    def steps(self) -> tuple[DilatedStep, ...]:
         """The tiles of the receiver's queries with the rows."""
+        if "steps" not in self._known:
+            self._known["steps"] = tuple(self._make_steps())
+        steps: tuple[DilatedStep, ...] = self._known["steps"]
+        return steps
+
+    def _make_steps(self) -> Iterator[DilatedStep]:
         sequence = self.sequence
         for plan in sequence.schedule.plans(self.transfer):
             queries = sequence.samples, sequence.rows(self.transfer.target, plan.queries)

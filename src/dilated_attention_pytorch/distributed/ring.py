@@ -29,6 +29,7 @@ from dilated_attention_pytorch.distributed.own_rows import (
 )
 from dilated_attention_pytorch.distributed.rank_plans import block_plan, dilated_plan, static_block_plan
 from dilated_attention_pytorch.distributed.schedules import default_bucket_size
+from dilated_attention_pytorch.distributed.watch import watch_of
 from dilated_attention_pytorch.distributed.wire import Wire
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
@@ -74,7 +75,7 @@ def sharded_attention(
         kernel=kernel,
         options=_options(call, seed),
         comm_dtype=accumulate_dtype(call.dtype) if sharding.comm_dtype is None else sharding.comm_dtype,
-        fused=fused_step(call, fused, OwnRows.of(problem, shards, wire.rank)),
+        fused=None if fused is None else fused_step(call, fused, OwnRows.of(problem, shards, wire.rank)),
     )
     out, lse = RingAttention.apply(*inputs, rank_call)  # type: ignore[no-untyped-call]
     return out, lse
@@ -82,11 +83,12 @@ def sharded_attention(
 
 def _check_rows(call: Call, group: dist.ProcessGroup) -> None:
     """Raise if this rank's tensors are not a shard."""
-    layout, rank, world, n = sharding_of(call).layout, dist.get_rank(group), dist.get_world_size(group), call.queries
+    layout, n = sharding_of(call).layout, call.queries
     if n != call.keys:
         raise ValueError(f"a shard has as many queries as keys, got {n} and {call.keys}; decoding is for one device")
     if not isinstance(layout, Shards):
         return
+    rank, world = watch_of(group).rank, watch_of(group).world
     if layout.world_size != world:
         raise ValueError(f"layout has shards for {layout.world_size} ranks, the group has {world}")
     own = layout.rows(rank)

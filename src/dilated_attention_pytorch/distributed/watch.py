@@ -76,6 +76,7 @@ class Watch:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.global_ranks = tuple(dist.get_process_group_ranks(group))
         self.broken: str | None = None  # why the group cannot be used any more
         self.calls = 0  # sharded calls so far, the same number on all ranks
         self.connected: set[str] = set()  # device types whose communicator exists

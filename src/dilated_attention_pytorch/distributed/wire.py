@@ -65,15 +65,15 @@ class Wire:
         if backend is None:
             has = f"{dist.get_backend_config(group)}); use init_process_group('cpu:gloo,cuda:nccl')"
             raise ValueError(f"the group has no backend for {device.type} tensors ({has}")
-        self.group, self.rank, self.device = group, dist.get_rank(group), device
-        self.global_ranks = dist.get_process_group_ranks(group)
+        self.watch = watch_of(group)
+        self.group, self.rank, self.device = group, self.watch.rank, device
+        self.global_ranks = self.watch.global_ranks
         self.gloo = backend == "gloo"
         self.staged = device.type == "cuda" and self.gloo
         # The host waits for the copy of a gradient while the next gradient is computed.
         self.lag = 1 if self.staged else 0
         if self.staged:
             self.outward, self.inward = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        self.watch = watch_of(group)
         self._acknowledges = not self.gloo and backend_for("cpu", group) == "gloo"
         self._call, self._arguments, self._tag = 0, Arguments("", ()), 0
         self._links: dict[tuple[bool, int], Any] = {}  # of this turn, by sending and peer: the empty message

@@ -16,6 +16,7 @@ def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -
     >>> merge_(out, lse, torch.tensor([[1.0, 2.0]]), torch.tensor([0.5])); out, lse
     (tensor([[1., 2.]]), tensor([0.5000]))
     """
-    weight = torch.sigmoid(partial_lse - lse).masked_fill_(partial_lse == -torch.inf, 0.0)
+    # The difference of two -inf would be NaN. A partial result of lse -inf has weight 0.
+    weight = (partial_lse - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
     out.lerp_(partial_out.to(out.dtype), weight.to(out.dtype).unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, partial_lse))
+    torch.logaddexp(lse, partial_lse, out=lse)

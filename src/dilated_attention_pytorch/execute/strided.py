@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,17 +33,23 @@ class StridedTiles:
     dropout: Dropout | None = None  # placed at the first sample and row of the tensors
     positions: Positions | None = None
 
-    def calls(self, inputs: Inputs, others: tuple[Tensor, ...], limit: int) -> Iterator[StridedCall]:
+    def calls(self, inputs: Inputs, others: tuple[Tensor, ...], limit: int) -> Iterable[StridedCall]:
         """Kernel calls with partial results of at most ``limit`` elements where possible.
 
         ``others`` are the further tensors that the calls view.
         """
-        rows = shared_rows((*inputs, *others, *(self.positions or ())))
         (batch, _, heads, head_dim), key_heads = inputs.query.shape, inputs.key.shape[2]
+        # The samples of a batch of one follow one another evenly.
+        rows = None if batch == 1 else shared_rows((*inputs, *others, *(self.positions or ())))
+        sizes = batch, rows, heads // key_heads, limit // head_dim
+        return self.make_calls(*sizes) if self.dropout or self.positions else _calls(self, *sizes)
+
+    def make_calls(self, batch: int, rows: int | None, heads_per_key: int, limit: int) -> Iterator[StridedCall]:
+        """The same by sizes: the rows that all tensors have in common, and the most rows of a partial result."""
         for family in self.plan.families:
-            budget = max(1, limit // (family.q_rows * head_dim))
+            budget = max(1, limit // family.q_rows)
             for samples, units in _unit_runs(family, batch, rows):
-                yield from self._family_calls(family, heads // key_heads, budget, samples, units)
+                yield from self._family_calls(family, heads_per_key, budget, samples, units)
 
     def _family_calls(
         self, family: TileFamily, heads_per_key: int, budget: int, samples: range, units: range
@@ -65,6 +72,27 @@ class StridedTiles:
         """Add what ``key_sums`` holds beside the gradients: nothing."""
 
 
+class Rows(NamedTuple):
+    """Where the rows of a call are in a tensor (B, N, H, ...) of any strides."""
+
+    shape: tuple[int, int, int]  # units, heads and rows
+    first: tuple[int, int, int]  # sample, row and head
+    unit: tuple[int, int]  # samples and rows from one unit to the next
+    head: tuple[int, int]  # rows and heads from one head to the next
+    step: int  # rows from one row to the next
+
+    def view(self, x: Tensor) -> Tensor:
+        """The rows as a view (U, heads, rows, ...)."""
+        stride_b, stride_n, stride_h, *rest = x.stride()
+        sample, row, head = self.first
+        (samples, rows), (head_rows, heads) = self.unit, self.head
+        return x.as_strided(
+            (*self.shape, *x.shape[3:]),
+            (samples * stride_b + rows * stride_n, head_rows * stride_n + heads * stride_h, self.step * stride_n, *rest),
+            x.storage_offset() + sample * stride_b + row * stride_n + head * stride_h,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class StridedCall:
     """The tiles of a family that one kernel call computes, and where their rows are."""
@@ -76,24 +104,37 @@ class StridedCall:
     heads: range  # of the family's key heads, by number
     heads_per_key: int
     members: range  # of the query heads of each key head
+    query_rows: Rows = field(init=False, repr=False, compare=False)
+    key_rows: Rows = field(init=False, repr=False, compare=False)  # each key head once
 
     @property
     def causal(self) -> bool:
         """Whether the tiles are causal squares."""
         return self.family.causal
 
-    def queries(self, x_bnh: Tensor) -> Tensor:
-        """The query rows of a tensor (B, N, H, ...) as a view (U, heads, rows, ...)."""
-        step = 1 if len(self.heads) == 1 else self.heads_per_key * self.family.key_heads.step
+    def __post_init__(self) -> None:
+        family, one_head = self.family, len(self.heads) == 1
+        step = 1 if one_head else self.heads_per_key * family.key_heads.step
         first = self._key_heads.start * self.heads_per_key + self.members.start
         heads = range(first, first + max(len(self.heads), len(self.members)) * step, step)
-        row = self.family.q_start - self.tiles.plan.queries.start
-        return self._view(x_bnh, row, self.family.q_rows, heads)
+        rows = self._rows(family.q_start - self.tiles.plan.queries.start, family.q_rows, heads)
+        object.__setattr__(self, "query_rows", rows)
+        if self.tiles.packed:  # a packed family has one tile
+            shape = len(self.units), len(self._key_heads), family.k_rows
+            rows = Rows(shape, (self.units.start, 0, self._key_heads.start), (1, 0), (0, self._key_heads.step), 1)
+        else:
+            rows = self._rows(family.k_start - self.tiles.plan.keys.start, family.k_rows, self._key_heads)
+        object.__setattr__(self, "key_rows", rows)
+
+    def queries(self, x_bnh: Tensor) -> Tensor:
+        """The query rows of a tensor (B, N, H, ...) as a view (U, heads, rows, ...)."""
+        return self.query_rows.view(x_bnh)
 
     def keys(self, x_bmg: Tensor) -> Tensor:
         """The key rows of a tensor (B, M, G, ...) as a view; a single key head is repeated with stride 0."""
-        view = self._own_keys(x_bmg)
-        return view.expand(-1, len(self.members), *view.shape[2:]) if len(self.heads) == 1 else view
+        view = self.key_rows.view(x_bmg)
+        members = len(self.members)
+        return view.expand(-1, members, *view.shape[2:]) if members > 1 and len(self.heads) == 1 else view
 
     def lse(self, lse_bnh: Tensor) -> Tensor:
         """The lse of the query rows, (U, heads, rows)."""
@@ -105,7 +146,8 @@ class StridedCall:
             return {}
         # One head serves all; there are two of them in the view, so that their stride is 0.
         q, k = (x.unsqueeze(-1).expand(-1, -1, 2) for x in self.tiles.positions)
-        keys = self._view(k, self._first_key_row, self.family.k_rows, self._key_heads)
+        first = self.family.k_start - self.tiles.plan.keys.start
+        keys = self._rows(first, self.family.k_rows, self._key_heads).view(k)
         keys = keys.expand(-1, len(self.members), -1) if len(self.heads) == 1 else keys
         return {"positions": (self.queries(q), keys)}
 
@@ -150,37 +192,26 @@ class StridedCall:
         """Add to the key rows; a single key head gets the sum over its query heads."""
         if len(self.heads) == 1 and len(self.members) > 1:
             partial = partial.sum(1, keepdim=True)
-        self._own_keys(x_bmgd).add_(partial)
-
-    def _own_keys(self, x_bmg: Tensor) -> Tensor:
-        """The key rows, each key head once."""
-        if self.tiles.packed:
-            heads = slice(self._key_heads.start, self._key_heads.stop, self._key_heads.step)
-            samples = slice(self.units.start, self.units.stop)  # a packed family has one tile
-            return x_bmg[samples, : self.family.k_rows, heads].transpose(1, 2)
-        return self._view(x_bmg, self._first_key_row, self.family.k_rows, self._key_heads)
+        self.key_rows.view(x_bmgd).add_(partial)
 
     @property
     def _key_heads(self) -> range:
         return self.family.key_heads[self.heads.start : self.heads.stop]
 
-    @property
-    def _first_key_row(self) -> int:
-        return self.family.k_start - self.tiles.plan.keys.start
-
-    def _view(self, x: Tensor, row: int, rows: int, heads: range) -> Tensor:
+    def _rows(self, row: int, rows: int, heads: range) -> Rows:
         family = self.family
-        stride_b, stride_n, stride_h, *rest = x.stride()
-        unit_stride = stride_b if family.tiles == 1 else family.tile_step * stride_n
-        row += self.heads.start * family.head_row_step
+        unit = (1, 0) if family.tiles == 1 else (0, family.tile_step)
+        first = self.units.start
+        at = self.samples.start + first * unit[0], row + self.heads.start * family.head_row_step + first * unit[1]
         # Query heads of one key head read the same rows.
         row_step = family.head_row_step if len(self.heads) > 1 else 0
-        start = self.samples.start * stride_b + self.units.start * unit_stride + row * stride_n + heads.start * stride_h
-        return x.as_strided(
-            (len(self.units), len(heads), rows, *x.shape[3:]),
-            (unit_stride, heads.step * stride_h + row_step * stride_n, family.row_stride * stride_n, *rest),
-            x.storage_offset() + start,
-        )
+        shape = len(self.units), len(heads), rows
+        return Rows(shape, (*at, heads.start), unit, (row_step, heads.step), family.row_stride)
+
+
+@lru_cache(maxsize=64)
+def _calls(tiles: StridedTiles, batch: int, rows: int | None, heads_per_key: int, limit: int) -> tuple[StridedCall, ...]:
+    return tuple(tiles.make_calls(batch, rows, heads_per_key, limit))
 
 
 def shared_rows(tensors: tuple[Tensor, ...]) -> int | None:
@@ -216,4 +247,4 @@ def packed_views(plan: Plan, x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor
             StridedCall(StridedTiles(plan, is_packed), family, samples, samples, heads, 1, range(1))
             for is_packed in (False, True)
         )
-        yield in_place._own_keys(x), together._own_keys(packed)
+        yield in_place.key_rows.view(x), together.key_rows.view(packed)
