@@ -1,11 +1,11 @@
-"""Sharded sequences on a CPU: memory and traffic per rank, and the speed of two ranks against one.
+"""Sharded sequences on a CPU: memory and traffic per rank, the speed of two ranks against one, the time of small calls.
 
-    python benchmarks/ring.py [memory] [traffic] [speed] [--out FILE]
+    python benchmarks/ring.py [memory] [traffic] [speed] [latency] [--out FILE]
     python benchmarks/ring.py --docs [--picture FILE]
 
 Each named measurement (all by default) replaces its section of FILE, if there is one. ``--docs`` prints the tables of
-docs/distributed.md from the committed results/ring_cpu.json, and draws its plot. ``speed`` needs two idle
-cores and some minutes.
+docs/distributed.md from the committed results/ring_cpu.json, and draws its plot. ``speed`` and ``latency`` need two
+idle cores and some minutes.
 """
 
 from __future__ import annotations
@@ -149,6 +149,52 @@ def speed() -> dict:
     return {"tokens": SPEED_TOKENS, "pattern": SPEED_PATTERN.spec, "seconds": times, "speedup": one / two}
 
 
+# Latency: small calls of two ranks. "plain" compares the rows of the ranks in every call, "known" has Shards.
+LATENCY_ROUNDS, LATENCY_CALLS = 7, 40
+
+
+def small_calls(group: dist.ProcessGroup) -> dict:
+    calls = {}
+    for n in (64, 256):
+        mine = [torch.randn(1, n, 2, 8).requires_grad_() for _ in range(3)]
+        dout = torch.randn(1, n, 2, 8)
+        for pattern in (Dilated([2 * n], [1]), Dilated([n // 2, n, 2 * n], [1, 2, 4])):
+            for layout in ("contiguous", Shards.of([n, n], "contiguous")):
+
+                def forward(mine=mine, pattern=pattern, layout=layout) -> torch.Tensor:
+                    return attention(*mine, pattern, is_causal=True, group=group, layout=layout)
+
+                def both(mine=mine, forward=forward, dout=dout) -> None:
+                    torch.autograd.grad(forward(), mine, dout)
+
+                name = f"{'plain' if layout == 'contiguous' else 'known'}, {n} rows, {len(pattern.branches)} branches"
+                calls |= {f"{name}, forward": torch.no_grad()(forward), f"{name}, forward and backward": both}
+    return calls
+
+
+def small_call_seconds(rank: int) -> dict[str, list[float]]:
+    """By call: the medians of its time, and of the processor time of the thread that makes it."""
+    calls = small_calls(dist.group.WORLD)
+    medians: dict[str, list[list[float]]] = {name: [] for name in calls}
+    for turn in range(LATENCY_ROUNDS + 1):  # the first one fills caches
+        for name, call in calls.items():
+            dist.barrier()
+            times = []
+            for _ in range(LATENCY_CALLS):
+                start, cpu_start = time.perf_counter(), time.thread_time()
+                call()
+                times.append((time.perf_counter() - start, time.thread_time() - cpu_start))
+            if turn:
+                medians[name].append([statistics.median(x) for x in zip(*times, strict=True)])
+    return {name: [statistics.median(x) for x in zip(*rounds, strict=True)] for name, rounds in medians.items()}
+
+
+def latency() -> dict:
+    ranks = spawn(small_call_seconds, 2)
+    worst = {name: [max(rank[name][i] for rank in ranks) for i in (0, 1)] for name in ranks[0]}
+    return {name: {"seconds": wall, "processor_seconds": cpu} for name, (wall, cpu) in worst.items()}
+
+
 def docs(results: dict, picture: Path | None) -> None:
     import matplotlib
 
@@ -181,7 +227,7 @@ def docs(results: dict, picture: Path | None) -> None:
 
 
 def main() -> None:
-    sections = {"memory": memory, "traffic": traffic, "speed": speed}
+    sections = {"memory": memory, "traffic": traffic, "speed": speed, "latency": latency}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", choices=[*sections, []], default=[])
     parser.add_argument("--docs", action="store_true", help="measure nothing, show the committed results")
