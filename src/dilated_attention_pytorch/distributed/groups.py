@@ -19,8 +19,6 @@ TOO_FEW_GPUS = (
 
 def resolve_group(group: Group | None) -> dist.ProcessGroup:
     """The process group over whose ranks a sequence is sharded."""
-    if isinstance(group, dist.ProcessGroup):
-        return group
     if isinstance(group, DeviceMesh):
         names = group.mesh_dim_names or ()
         if group.ndim == 1:
@@ -30,7 +28,8 @@ def resolve_group(group: Group | None) -> dist.ProcessGroup:
         got = f"got {group.ndim} dimensions named {names}; pass mesh['name']"
         raise ValueError(f"a device mesh must have one dimension or one named 'cp' (context parallel), {got}")
     check_group(group)
-    raise AssertionError(group)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def backend_for(device: str, group: dist.ProcessGroup) -> str | None:

@@ -72,7 +72,7 @@ class StridedTiles:
         """Add what ``key_sums`` holds beside the gradients: nothing."""
 
 
-class Rows(NamedTuple):
+class CallRows(NamedTuple):
     """Where the rows of a call are in a tensor (B, N, H, ...) of any strides."""
 
     shape: tuple[int, int, int]  # units, heads and rows
@@ -104,8 +104,8 @@ class StridedCall:
     heads: range  # of the family's key heads, by number
     heads_per_key: int
     members: range  # of the query heads of each key head
-    query_rows: Rows = field(init=False, repr=False, compare=False)
-    key_rows: Rows = field(init=False, repr=False, compare=False)  # each key head once
+    query_rows: CallRows = field(init=False, repr=False, compare=False)
+    key_rows: CallRows = field(init=False, repr=False, compare=False)  # each key head once
 
     @property
     def causal(self) -> bool:
@@ -121,7 +121,7 @@ class StridedCall:
         object.__setattr__(self, "query_rows", rows)
         if self.tiles.packed:  # a packed family has one tile
             shape = len(self.units), len(self._key_heads), family.k_rows
-            rows = Rows(shape, (self.units.start, 0, self._key_heads.start), (1, 0), (0, self._key_heads.step), 1)
+            rows = CallRows(shape, (self.units.start, 0, self._key_heads.start), (1, 0), (0, self._key_heads.step), 1)
         else:
             rows = self._rows(family.k_start - self.tiles.plan.keys.start, family.k_rows, self._key_heads)
         object.__setattr__(self, "key_rows", rows)
@@ -198,7 +198,7 @@ class StridedCall:
     def _key_heads(self) -> range:
         return self.family.key_heads[self.heads.start : self.heads.stop]
 
-    def _rows(self, row: int, rows: int, heads: range) -> Rows:
+    def _rows(self, row: int, rows: int, heads: range) -> CallRows:
         family = self.family
         unit = (1, 0) if family.tiles == 1 else (0, family.tile_step)
         first = self.units.start
@@ -206,7 +206,7 @@ class StridedCall:
         # Query heads of one key head read the same rows.
         row_step = family.head_row_step if len(self.heads) > 1 else 0
         shape = len(self.units), len(heads), rows
-        return Rows(shape, (*at, heads.start), unit, (row_step, heads.step), family.row_stride)
+        return CallRows(shape, (*at, heads.start), unit, (row_step, heads.step), family.row_stride)
 
 
 @lru_cache(maxsize=64)
