@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,9 @@ from dilated_attention_pytorch.jagged import unpack
 from dilated_attention_pytorch.lengths import Lengths, index_tensor
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.encoder import LongNetModel, attention_dtype
+from dilated_attention_pytorch.models.generation import CHUNK, Decoding, Generated, Prompts, generate, score
 from dilated_attention_pytorch.models.positions import check_xpos, rotation
+from dilated_attention_pytorch.models.sampling import Sampling, SamplingOptions
 from dilated_attention_pytorch.models.sequences import ModelRows, RowOptions, unpacked
 from dilated_attention_pytorch.models.torchscale import from_torchscale
 from dilated_attention_pytorch.shards import Shards
@@ -143,6 +145,74 @@ class LongNetDecoder(LongNetModel):
             )
             for _ in range(config.num_layers)
         ]  # fmt: skip
+
+    def generate(
+        self, prompts: Prompts, *, max_new_tokens: int, eos: int | Sequence[int] | None = None,
+        generator: torch.Generator | int | None = None, prefill_chunk: int = CHUNK, **sampling: Unpack[SamplingOptions],
+    ) -> Generated:  # fmt: skip
+        """Continue prompts. The tokens are those that a forward over the whole sequence gives for each token.
+
+        Args:
+            prompts: ids (B, N), a jagged nested tensor, or a list with a sequence of ids for each sample. Each sample has
+                its own positions, so that prompts of different lengths need no padding. They may be on another device.
+            max_new_tokens: the most tokens of each sample.
+            eos: the id that ends a sample, or several ids. With it, one value is read from the device for each token, and
+                the last step is that in which all samples have ended. Without it, no token needs a device synchronisation.
+            generator: of the tokens that are drawn, or the seed of a new one; PyTorch's default generator if None.
+            prefill_chunk: the tokens of each prompt that are computed at a time. Memory does not depend on the prompts.
+            sampling: ``temperature``, ``top_k``, ``top_p`` and ``repetition_penalty``, see ``Sampling``. Without a
+                temperature the most probable token is taken.
+
+        Returns:
+            ``(tokens, lengths)``: the new tokens (B, n), and how many each sample has (B,), its eos included. Behind the
+            end of a sample, tokens are the first eos.
+
+        >>> model = LongNetDecoder(LongNetConfig.preset("tiny")).eval()
+        >>> tokens, lengths = model.generate([b"import torch", b"def "], max_new_tokens=5, eos=256)
+        >>> tokens.shape, lengths.shape
+        (torch.Size([2, 5]), torch.Size([2]))
+        """
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos, "generator": generator}
+        return generate(self.stream(prompts, prefill_chunk=prefill_chunk, **options, **sampling))
+
+    def stream(
+        self, prompts: Prompts, *, max_new_tokens: int | None = None, eos: int | Sequence[int] | None = None,
+        generator: torch.Generator | int | None = None, prefill_chunk: int = CHUNK, **sampling: Unpack[SamplingOptions],
+    ) -> Decoding:  # fmt: skip
+        """The tokens of ``generate`` as they come: an iterator of tensors (B,) on the device of the model.
+
+        The arguments are those of ``generate``. Without ``max_new_tokens`` it goes on until all samples have ended, in
+        memory of a fixed size.
+
+        >>> model = LongNetDecoder(LongNetConfig.preset("tiny")).eval()
+        >>> [token.shape for token in model.stream([b"import "], max_new_tokens=2, temperature=0.8, top_p=0.9)]
+        [torch.Size([1]), torch.Size([1])]
+        """
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos, "generator": generator}
+        return Decoding(self, prompts, Sampling(**sampling), prefill_chunk=prefill_chunk, **options)
+
+    def score(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The log-probability of each token given all tokens before it, in nats, for an input of any length.
+
+        Args:
+            chunks: consecutive tokens of the sequences: ids (B, n) or (n,) with any n. They may be on another device.
+
+        Yields:
+            (B, n) or (n,), float32 (float64 for a float64 model), for each chunk. The first token of the sequence has no
+            probability, so that the first result has one value less. Results do not depend on where chunks end.
+
+        Memory does not grow with the input. Chunks of more than 65,536 tokens are computed in several calls.
+
+        >>> model = LongNetDecoder(LongNetConfig.preset("tiny")).eval()
+        >>> chunks = (torch.randint(0, 256, (1000,)) for _ in range(3))
+        >>> [values.shape for values in model.score(chunks)]
+        [torch.Size([999]), torch.Size([1000]), torch.Size([1000])]
+        """
+        return score(self, chunks)
+
+    def log_probabilities(self, states: Tensor, targets: Tensor) -> Tensor:
+        """The log-probabilities (B, N) of ``targets`` (B, N) behind the states (B, N, E) of ``features``, in nats."""
+        return -self._losses(states, targets, "none")
 
     def _states(
         self, tokens: Tensor, rows: RowOptions, caches: Sequence[DilatedKVCache] | None
