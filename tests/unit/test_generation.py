@@ -380,7 +380,7 @@ def test_errors(model, case):
         model.generate(**{"prompts": [[1, 2]], "max_new_tokens": 2} | changes)
 
 
-def test_errors_of_models_and_devices(model):
+def test_errors_of_models_and_devices(model, monkeypatch):
     with pytest.raises(ValueError, match=r"training mode and has dropout.*call model.eval\(\)"):
         make(dropout=0.1).train().stream([[1]])
     with pytest.raises(ValueError, match="training mode"):
@@ -389,11 +389,17 @@ def test_errors_of_models_and_devices(model):
     long = make(positions="xpos", segment_lengths=(4, 40000), dilation_rates=(1, 1))
     with pytest.raises(ValueError, match=r"xPos in torch\.float64 covers"):
         long.stream([[1]])
+    with pytest.raises(ValueError, match="on the device of the model, cuda:1, got cpu; pass a seed"):
+        generation._generator(torch.Generator(), Sampling(temperature=1.0), torch.device("cuda", 1))
     stream = model.stream([[1, 99]])
     with pytest.raises(ValueError, match="got ids from 1 to 99"):
         next(stream)
     with pytest.raises(RuntimeError, match="make a new stream"):
         next(stream)
+    monkeypatch.setattr(model, "sharding", object())
+    for call in (lambda: model.stream([[1]]), lambda: model.score([])):
+        with pytest.raises(ValueError, match="a model without group"):
+            call()
 
 
 def test_errors_of_scores(model):

@@ -1,4 +1,4 @@
-"""Text that a decoder generates, and log-probabilities of an endless input, both in bounded memory."""
+"""Tokens that a decoder generates, and log-probabilities of an endless input, both in bounded memory."""
 
 from __future__ import annotations
 
