@@ -152,7 +152,7 @@ def test_the_example(tmp_path, world):
     assert all(result.returncode == 0 for result in results), [result.stderr for result in results]
     assert "from step 0" in results[0].stdout
     assert "held out" in results[0].stdout
-    assert "the first 4,096 tokens" in results[0].stdout
+    assert "the first 4,095 tokens" in results[0].stdout
     assert len(curve(tmp_path / "train-output")) == 20
 
 

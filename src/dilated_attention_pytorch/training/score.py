@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetDecoder
 from dilated_attention_pytorch.training.checkpoint import Checkpoints
-from dilated_attention_pytorch.training.data import IGNORED, Corpus
-
-_ROWS = 2**13  # rows of logits that are in float32 at the same time
+from dilated_attention_pytorch.training.data import Corpus
 
 
 def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> LongNetDecoder:
@@ -31,22 +29,19 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype = torch.
     return model.to(dtype).eval()
 
 
-@torch.no_grad()
 def log_probabilities(model: LongNetDecoder, corpus: Corpus, chunk: int) -> Iterator[tuple[int, Tensor]]:
     """The log-probability of each token given those before it, chunk by chunk: (first token, float32 values in nats).
 
     The first token of the data has no prediction, so that values begin at token 1. The first token of a document is NaN.
     """
-    device = next(model.parameters()).device
-    caches = model.new_caches(1)
-    for first in range(0, len(corpus) - 1, chunk):
-        tokens, targets = (x.to(device) for x in corpus.pair(first, min(chunk, len(corpus) - 1 - first)))
-        logits = model(tokens[None], caches=caches)[0]
-        found = [
-            -cross_entropy(rows.float(), wanted, ignore_index=IGNORED, reduction="none")
-            for rows, wanted in zip(torch.split(logits, _ROWS), torch.split(targets, _ROWS), strict=True)
-        ]
-        yield first + 1, torch.cat(found).masked_fill(targets == IGNORED, float("nan")).cpu()
+    tokens = (corpus.read(first, min(first + chunk, len(corpus))) for first in range(0, len(corpus), chunk))
+    first, starts = 1, corpus.documents
+    for values in model.score(tokens):
+        own = starts[bisect_left(starts, first) : bisect_left(starts, first + len(values))]
+        on_host = values.float().cpu()
+        on_host[[start - first for start in own]] = math.nan
+        yield first, on_host
+        first += len(values)
 
 
 class ScoreBins:
