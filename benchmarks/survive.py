@@ -77,15 +77,16 @@ def main() -> None:
         checkpoints, kills, lost = Checkpoints(out / "checkpoints", SETTINGS.keep), [], 0
         while len(kills) < options.kills:
             process = start(out)
-            wait_s = chance.uniform(0.0, 1.4 * whole_s / options.kills)
+            done = kills[-1]["checkpoint"] if kills else 0
+            left_s = whole_s * (SETTINGS.steps - done) / SETTINGS.steps  # other programs may have slowed down the first run
+            wait_s = chance.uniform(0.0, 1.4 * left_s / (options.kills - len(kills) + 1))
             time.sleep(wait_s)
             process.send_signal(signal.SIGKILL)
             code = process.wait()
-            before = kills[-1]["checkpoint"] if kills else 0
             logged = len((out / "log.jsonl").read_bytes().splitlines()) if (out / "log.jsonl").exists() else 0
             kill = {"after_s": wait_s, "exit_code": code, "logged_steps": logged, "torn": torn(out)}
             kill["checkpoint"] = max(checkpoints.steps(), default=0)
-            lost += kill["checkpoint"] < before
+            lost += kill["checkpoint"] < done
             kills.append(kill)
             print(json.dumps(kill), flush=True)
             if code == 0:
