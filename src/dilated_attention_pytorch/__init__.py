@@ -12,7 +12,15 @@ from dilated_attention_pytorch.cache import DilatedKVCache
 from dilated_attention_pytorch.caches import clear_caches
 from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.explain import Explanation, explain
-from dilated_attention_pytorch.models import LongNetConfig, LongNetDecoder, LongNetEncoder
+from dilated_attention_pytorch.models import (
+    ImageConfig,
+    LongNetConfig,
+    LongNetDecoder,
+    LongNetEncoder,
+    LongViT,
+    SlideConfig,
+    SlideEncoder,
+)
 from dilated_attention_pytorch.nn import (
     Attention,
     BlockSparseRingDilatedAttention,
@@ -39,13 +47,17 @@ __all__ = [
     "Explanation",
     "Hilbert",
     "Identity",
+    "ImageConfig",
     "LongNetConfig",
     "LongNetDecoder",
     "LongNetEncoder",
+    "LongViT",
     "MultiheadDilatedAttention",
     "Order",
     "RingDilatedAttention",
     "Sharding",
+    "SlideConfig",
+    "SlideEncoder",
     "SparsePatternConfig",
     "Striped",
     "ZigZag",
