@@ -34,26 +34,33 @@ def read_checkpoint(file: str | os.PathLike[str], entries: tuple[str, ...] = ("m
         if isinstance(found, Mapping) and isinstance(found.get(entry), Mapping):
             return stripped(found[entry])
     if not isinstance(found, Mapping) or not found or not all(isinstance(x, Tensor) for x in found.values()):
-        content = f"the entries {', '.join(map(str, found))}" if isinstance(found, Mapping) else type(found).__name__
+        names = ", ".join(map(str, found)) if isinstance(found, Mapping) else ""
+        content = f"the entries {names}" if names else "no entries" if isinstance(found, Mapping) else type(found).__name__
         known = " or ".join(map(repr, entries))
         raise ValueError(f"{path} must hold tensors by name, or a dictionary of them under {known}; it holds {content}")
     return stripped(found)
 
 
 def _load(path: Path) -> Any:
-    # Files of this format can be mapped: tensors are read when they are used, and are not copied before.
+    # The directory of an archive is at its end. An archive can be mapped: tensors are read when they are used.
     mapped = zipfile.is_zipfile(path)
+    with path.open("rb") as file:
+        if file.read(4) == b"PK\x03\x04" and not mapped:
+            raise _incomplete(path, "it is an archive without a directory, so it is truncated")
     try:
         with torch.serialization.safe_globals([Namespace]):  # the arguments of a training script, which hold no code
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (RuntimeError, ValueError, KeyError, EOFError, UnicodeDecodeError, pickle.UnpicklingError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        if "GLOBAL" in str(error):
+        # The long message of torch.load advises to unpickle anything; the reason is behind these words.
+        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or type(error).__name__
+        if "GLOBAL" in reason:
             raise ValueError(
-                f"{path} holds Python objects besides tensors, which are not unpickled because that can run code: "
-                f"{lines[-1]}. If you trust it, load it with torch.load(weights_only=False) and save its state dict"
+                f"{path} holds Python objects besides tensors, which are not unpickled because that can run code: {reason} "
+                "If you trust it, load it with torch.load(weights_only=False) and save its state dict"
             ) from None
-        size, reason = path.stat().st_size, lines[0] if lines else type(error).__name__
-        raise ValueError(
-            f"{path} is not a complete file of torch.save ({size:,} bytes): {reason}. Copy or download it again"
-        ) from None
+        raise _incomplete(path, reason) from None
+
+
+def _incomplete(path: Path, reason: str) -> ValueError:
+    size = path.stat().st_size
+    return ValueError(f"{path} is not a complete file of torch.save ({size:,} bytes): {reason}. Copy or download it again")

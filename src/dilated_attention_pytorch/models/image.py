@@ -191,9 +191,7 @@ class LongViT(Pretrained):
         if config is None:
             config = _config(tensors, image_size, num_classes, str(file))
         elif image_size is not None or num_classes is not None:
-            raise ValueError(
-                f"config has image_size={config.image_size} and num_classes={config.num_classes}; leave out both"
-            )
+            raise ValueError("a config has image_size and num_classes; leave out these arguments, or the config")
         if num_classes is not None:
             tensors = _with_head(tensors, config)
         return cls.from_tensors(config, _resized(tensors, config.side), str(file), device=device, dtype=dtype)
