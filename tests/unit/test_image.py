@@ -57,8 +57,8 @@ def oracle_features(model, image, positions):
     w, p = model_oracle.weights(model), model.config.patch_size
     rows, columns = (size // p for size in image.shape[1:])
     kernel = w["model.patch_embed.proj.weight"].flatten(1)
-    places = [(i, j) for i in range(0, p * rows, p) for j in range(0, p * columns, p)]
-    patches = [kernel @ image[:, i : i + p, j : j + p].double().flatten() for i, j in places]
+    corners = [(i, j) for i in range(0, p * rows, p) for j in range(0, p * columns, p)]
+    patches = [kernel @ image[:, i : i + p, j : j + p].double().flatten() for i, j in corners]
     x = torch.stack(patches) + w["model.patch_embed.proj.bias"] + positions
     own = {name.removeprefix("model.encoder."): t for name, t in w.items()}
     states = model_oracle.forward(own, model.config.encoder, x, causal=False)

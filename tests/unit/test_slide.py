@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import runpy
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import model_oracle
+import oracle
 from dilated_attention_pytorch import Hilbert, LongNetConfig, Order, SlideConfig, SlideEncoder
 from dilated_attention_pytorch.models.slide_batch import grid_positions
 
@@ -36,18 +39,18 @@ def slides(counts=COUNTS, dtype=torch.float64):
     return [(torch.randn(n, 6, dtype=dtype), torch.randint(0, 50 * 256, (n, 2))) for n in counts]
 
 
-def padded(parts, value=math.nan):
-    n = max(len(tiles) for tiles, _ in parts)
-    tiles = torch.full((len(parts), n, 6), value, dtype=parts[0][0].dtype)
-    coordinates = torch.full((len(parts), n, 2), -7)
-    for b, (own, places) in enumerate(parts):
-        tiles[b, : len(own)], coordinates[b, : len(own)] = own, places
+def padded(samples, value=math.nan):
+    n = max(len(tiles) for tiles, _ in samples)
+    tiles = torch.full((len(samples), n, 6), value, dtype=samples[0][0].dtype)
+    coordinates = torch.full((len(samples), n, 2), -7)
+    for b, (own, points) in enumerate(samples):
+        tiles[b, : len(own)], coordinates[b, : len(own)] = own, points
     return tiles, coordinates
 
 
-def nested(parts):
-    tiles = torch.nested.nested_tensor([x for x, _ in parts], layout=torch.jagged)
-    coordinates = torch.nested.nested_tensor([x for _, x in parts], layout=torch.jagged)
+def nested(samples):
+    tiles = torch.nested.nested_tensor([x for x, _ in samples], layout=torch.jagged)
+    coordinates = torch.nested.nested_tensor([x for _, x in samples], layout=torch.jagged)
     return tiles, coordinates
 
 
@@ -96,20 +99,33 @@ def test_the_published_formulas(pooling):
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_the_authors_steps(pooling):
+    """Their table, their gathers and scatters, and their weights of branches, as the benchmark repeats them.
+
+    GELU is computed in float32 there, also for float64.
+    """
+    theirs = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gigapath_gpu.py"))["AuthorsEncoder"]
+    model = model_of(CONFIG.replace(pooling=pooling))
+    for tiles, coordinates in slides((33, 64, 101)):
+        expected = theirs(model)(tiles[None], coordinates[None])
+        torch.testing.assert_close(model(tiles[None], coordinates[None]), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("order", [None, True])
 def test_batches_are_each_slide_by_itself(pooling, order):
-    model, parts = model_of(CONFIG.replace(pooling=pooling)), slides()
-    alone = torch.cat([model(tiles[None], places[None], order=order) for tiles, places in parts])
-    tiles, coordinates = padded(parts)
+    model, samples = model_of(CONFIG.replace(pooling=pooling)), slides()
+    separate = torch.cat([model(tiles[None], points[None], order=order) for tiles, points in samples])
+    tiles, coordinates = padded(samples)
     for lengths in (COUNTS, list(COUNTS), torch.tensor(COUNTS)):
         together = model(tiles, coordinates, lengths=lengths, order=order)
-        torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)
-    jagged = nested(parts)
-    torch.testing.assert_close(model(*jagged, order=order), alone, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(together, separate, rtol=1e-10, atol=1e-10)
+    jagged = nested(samples)
+    torch.testing.assert_close(model(*jagged, order=order), separate, rtol=1e-10, atol=1e-10)
     layers = model(*jagged, all_layer_embed=True, order=order)
     for number, found in enumerate(model(tiles, coordinates, lengths=COUNTS, all_layer_embed=True, order=order)):
         torch.testing.assert_close(found, layers[number], rtol=1e-10, atol=1e-10)
-    same = [(tiles, places) for tiles, places in slides((20, 20))]
+    same = [(tiles, points) for tiles, points in slides((20, 20))]
     dense = model(*padded(same), order=order)
     torch.testing.assert_close(dense, model(*nested(same), order=order), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(dense, model(*padded(same), lengths=(20, 20), order=order), rtol=0, atol=0)
@@ -125,16 +141,16 @@ def test_orders_move_tiles_and_keep_cls_in_front():
     torch.testing.assert_close(model(tiles[None], coordinates[None], order=Hilbert.coordinates(cells)), actual)
     assert (actual - model(tiles[None], coordinates[None])).abs().max() > 1e-3
     flip = Order.padded([Order.from_permutation(range(33)[::-1]), Order.from_permutation(range(12)[::-1])])
-    parts = [(tiles, coordinates), second]
-    both = model(*padded(parts), lengths=(33, 12), order=flip)
-    for b, (own, places) in enumerate(parts):
-        torch.testing.assert_close(both[b], oracle_embedding(model, own.flip(0), places.flip(0)), rtol=1e-10, atol=1e-10)
+    samples = [(tiles, coordinates), second]
+    both = model(*padded(samples), lengths=(33, 12), order=flip)
+    for b, (own, points) in enumerate(samples):
+        torch.testing.assert_close(both[b], oracle_embedding(model, own.flip(0), points.flip(0)), rtol=1e-10, atol=1e-10)
     packed = Order.packed([Order.from_permutation(range(33)[::-1]), Order.from_permutation(range(12)[::-1])])
-    torch.testing.assert_close(model(*nested(parts), order=packed), both)
+    torch.testing.assert_close(model(*nested(samples), order=packed), both)
     with pytest.raises(ValueError, match=r"order.within\(lengths=lengths\)"):
-        model(*padded(parts), lengths=(33, 12), order=Order.from_permutation(range(33)[::-1]))
+        model(*padded(samples), lengths=(33, 12), order=Order.from_permutation(range(33)[::-1]))
     with pytest.raises(ValueError, match=r"order.within\(cu_seqlens=cu_seqlens\)"):
-        model(*nested(parts), order=Order.from_permutation(range(45)[::-1]))
+        model(*nested(samples), order=Order.from_permutation(range(45)[::-1]))
     with pytest.raises(TypeError, match="order must be an Order, got str"):
         model(tiles[None], coordinates[None], order="hilbert")
 
@@ -151,12 +167,10 @@ def layer_by_hand(model, states, layer):
 @pytest.mark.parametrize("layer", [0, 1, -1])
 @pytest.mark.parametrize("order", [None, True])
 def test_attention_maps_are_the_weights_of_cls(layer, order):
-    """By the derivative of the output: row 0 of attention with value = identity matrix is the row of weights."""
-    from oracle import attention
-
-    model, parts = model_of(), slides()
+    """Row 0 of attention with the identity matrix as values is the row of weights."""
+    model, samples = model_of(), slides()
     expected = []
-    for tiles, coordinates in parts:
+    for tiles, coordinates in samples:
         curve = Hilbert.coordinates(coordinates // 256).positions if order else torch.arange(len(tiles))
         states = oracle_states(model, tiles[curve], coordinates[curve], layer % 2)
         q, k, _ = (x.transpose(0, 1)[None] for x in layer_by_hand(model, states, layer % 2))
@@ -164,22 +178,22 @@ def test_attention_maps_are_the_weights_of_cls(layer, order):
         wide = torch.nn.functional.pad(q, (0, len(states) - 4)), torch.nn.functional.pad(k, (0, len(states) - 4))
         if len(states) < 4:
             wide, identity = (q, k), torch.nn.functional.pad(identity, (0, 4 - len(states)))
-        weights = attention(*wide, identity, ENCODER.pattern, scale=0.5)[0][0, 0][:, 1 : len(states)]  # head size 4
+        weights = oracle.attention(*wide, identity, ENCODER.pattern, scale=0.5)[0][0, 0][:, 1 : len(states)]  # head size 4
         expected.append(torch.empty_like(weights).index_copy_(1, curve, weights))
-    for (tiles, coordinates), one in zip(parts, expected, strict=True):
+    for (tiles, coordinates), one in zip(samples, expected, strict=True):
         options = {"layer": layer, "order": order}
         each = model.attention_map(tiles[None], coordinates[None], average_heads=False, **options)
         torch.testing.assert_close(each[0], one, rtol=1e-9, atol=1e-12)
         mean = model.attention_map(tiles[None], coordinates[None], **options)
         torch.testing.assert_close(mean[0], one.mean(0), rtol=1e-9, atol=1e-12)
-    tiles, coordinates = padded(parts)
+    tiles, coordinates = padded(samples)
     maps = model.attention_map(tiles, coordinates, lengths=COUNTS, average_heads=False, layer=layer, order=order)
     assert maps.shape == (3, 4, 33)
     for b, n in enumerate(COUNTS):
         torch.testing.assert_close(maps[b, :, :n], expected[b], rtol=1e-9, atol=1e-12)
         assert not maps[b, :, n:].any()
     for each in (True, False):
-        jagged = model.attention_map(*nested(parts), average_heads=not each, layer=layer, order=order)
+        jagged = model.attention_map(*nested(samples), average_heads=not each, layer=layer, order=order)
         for found, one in zip(jagged.unbind(), expected, strict=True):
             torch.testing.assert_close(found, one if each else one.mean(0), rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="layer must be the number of a layer, from -2 to 1, got 2"):
@@ -242,13 +256,26 @@ def test_coordinates_that_are_refused(change, error):
             call(tiles[None], wrong)
     # The second slide of a batch is named, in both forms.
     both = [second, (tiles, wrong[0])]
-    both = [(own, places.double()) for own, places in both]
+    both = [(own, points.double()) for own, points in both]
     with pytest.raises(ValueError, match=error.replace("slide 0", "slide 1").replace("of this slide 1", "of this slide")):
         model(*nested(both))
-    n = torch.stack([torch.nn.functional.pad(places, (0, 0, 0, 33 - len(places)), value=-1.0) for _, places in both])
+    n = torch.stack([torch.nn.functional.pad(points, (0, 0, 0, 33 - len(points)), value=-1.0) for _, points in both])
     with pytest.raises(ValueError, match="slide 1"):
         model(padded(both)[0], n, lengths=(12, 33))
     model(tiles[None], wrong, check_coordinates=False)
+
+
+def test_coordinates_are_read_once(monkeypatch):
+    """The check reads values once for a whole batch, and not at all if it is left out."""
+    model, ((tiles, coordinates), *_) = model_of(), slides()
+    reads = []
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda x, f=original: (reads.append(x), f(x))[1])
+    for check, count in ((False, 0), (True, 1)):
+        reads.clear()
+        model(tiles.expand(3, -1, -1), coordinates.expand(3, -1, -1), check_coordinates=check)
+        assert len(reads) == count
 
 
 def test_a_single_tile_is_a_slide():
@@ -284,17 +311,17 @@ def test_arguments_that_are_refused(arguments, options, kind, error):
 
 
 def test_nested_tensors_that_are_refused():
-    model, parts = model_of(), slides()
-    tiles, coordinates = nested(parts)
+    model, samples = model_of(), slides()
+    tiles, coordinates = nested(samples)
     with pytest.raises(ValueError, match="got lengths as well"):
         model(tiles, coordinates, lengths=COUNTS)
     with pytest.raises(TypeError, match="must all be jagged nested tensors if one is, coordinates is not"):
-        model(tiles, padded(parts)[1])
+        model(tiles, padded(samples)[1])
 
 
 def test_gradients_reach_every_parameter_and_the_tiles():
-    model, parts = model_of(CONFIG.replace(pooling="mean")), slides((21, 9))
-    (tiles, coordinates), direction = padded(parts, 0.0), torch.randn(2, 16, dtype=torch.float64)
+    model, samples = model_of(CONFIG.replace(pooling="mean")), slides((21, 9))
+    (tiles, coordinates), direction = padded(samples, 0.0), torch.randn(2, 16, dtype=torch.float64)
     tiles.requires_grad_()
     (model(tiles, coordinates, lengths=(21, 9)) * direction).sum().backward()
     assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in model.parameters())
@@ -308,9 +335,9 @@ def test_gradients_reach_every_parameter_and_the_tiles():
 
 def test_training_drops_paths_by_slide():
     model = model_of(CONFIG.replace(encoder=ENCODER.replace(dropout=0.0, drop_path=0.9))).train()
-    (part,) = slides((9,))
+    (sample,) = slides((9,))
     torch.manual_seed(0)
-    found = model(*nested([part] * 40))
+    found = model(*nested([sample] * 40))
     kinds = found.detach().round(decimals=8).unique(dim=0)
     assert 1 < len(kinds) <= 4  # both paths of the last layer, each kept or dropped for a whole slide
 
