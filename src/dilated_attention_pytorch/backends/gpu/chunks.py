@@ -67,6 +67,8 @@ def can_attend(held: HeldRows, position: int, tokens: int) -> bool:
 def _tiles(branch: HeldBranch, number: int, position: int, tokens: int, key_heads: int) -> Iterator[list[TileFamily]]:
     """The tokens at ``position`` with the rows that a branch holds, in order of slots: two sets if these begin again."""
     w, start = branch.segment_length, position % branch.segment_length
+    if start == 0:
+        return
     stop = min(start + tokens, w)
     sizes = branch.pattern, stop, key_heads
     plan = compile_plan(*sizes, is_causal=True, queries=range(start, stop), keys=range(start))
