@@ -54,6 +54,7 @@ CACHES = (
     Cache("distributed.own_rows", "_across", "the tiles between different chunks of a rank"),
     Cache("distributed.own_rows", "_own_blocks", "the block lists of a rank's queries with its own keys"),
     Cache("distributed.own_rows", "_begin_with_blocks", "whether chunks begin with blocks"),
+    Cache("training.data", "_epoch", "the order of the windows of an epoch"),
 )
 
 
