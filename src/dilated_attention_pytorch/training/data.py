@@ -179,7 +179,7 @@ class Windows:
         return [self.first + span * i // max(1, count - 1) for i in range(count)]
 
 
-@functools.lru_cache(_PER_EPOCH)
+@functools.lru_cache(maxsize=_PER_EPOCH)
 def _epoch(seed: int, epoch: int, windows: int, context: int) -> tuple[int, Tensor]:
     generator = torch.Generator("cpu").manual_seed(derived_seed("windows", seed, epoch))
     shift = int(torch.randint(context, (), generator=generator, device="cpu"))
