@@ -93,7 +93,7 @@ def test_what_is_beyond_the_bound_raises():
         check_xpos(config(), None, torch.float16)
     check_xpos(config("rotary", (65536,)), None, torch.float16)
     model = LongNetDecoder(long, device="meta")
-    with pytest.raises(ValueError, match=r"shorter sequences \(max_tokens of a cache\)"):
+    with pytest.raises(ValueError, match=r"shorter sequences \(max_tokens of new_caches, "):
         model.new_caches(1)
     assert len(model.new_caches(1, max_tokens=100)) == 1
 

@@ -38,7 +38,7 @@ class LongNetConfig:
         attention_dropout: of attention weights.
         activation_dropout: inside feed-forward networks.
         drop_path: the probability with which the last layer's sublayers are left out, per sample or document. It grows
-            linearly over the layers, from 0 in the first one.
+            linearly over the layers, from 0 in the first one, so that a single layer has none.
         sub_norm: the norms in front of ``out_proj`` and ``fc2``, and the initialisation that goes with them (MAGNETO).
         final_norm: the norm behind the last layer.
         layer_norm_eps: of every norm.

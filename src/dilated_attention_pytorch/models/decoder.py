@@ -89,14 +89,16 @@ class LongNetDecoder(LongNetModel):
                 ``lengths`` are then the numbers of tokens of this chunk. Not with ``starts`` and ``cu_seqlens``.
             targets, reduction: see ``loss``. Wrappers such as DDP call ``forward`` only.
 
-        Logits of padding rows are 0.
+        Logits of padding rows are 0. Their ids have no effect, but must be in the vocabulary.
         """
         rows: RowOptions = {"lengths": lengths, "starts": starts, "cu_seqlens": cu_seqlens}
         states, call, offsets = self._states(tokens, rows, caches)
         if targets is None:
+            if reduction != "mean":
+                raise ValueError(f"reduction={reduction!r} is that of a loss, which needs targets")
             result = F.linear(states, self.head_weight)
         else:
-            own = targets if offsets is None else unpacked(targets, {})[0]
+            own = targets if offsets is None else _packed_targets(targets, offsets)
             result = self._losses(states, _checked_targets(own, states, call), reduction)
         return result if offsets is None or result.dim() == 0 else unpack(result, offsets)
 
@@ -117,7 +119,7 @@ class LongNetDecoder(LongNetModel):
 
         Args:
             tokens: see ``forward``.
-            targets: ids (B, N): the token behind each token. ModelRows with -100 and padding rows do not count.
+            targets: ids (B, N): the token behind each token. Rows with -100 and padding rows do not count.
             lengths, starts, cu_seqlens: see ``forward``.
             reduction: ``"mean"`` over the targets, ``"sum"``, or ``"none"`` for (B, N) with 0 in rows that do not count.
                 With ``group``, ``"mean"`` is the sum over this rank's rows, times the number of ranks, divided by the
@@ -231,6 +233,8 @@ class LongNetDecoder(LongNetModel):
     def _check_caches(self, caches: Sequence[DilatedKVCache], rows: RowOptions) -> None:
         if len(caches) != self.config.num_layers:
             raise ValueError(f"caches are one per layer, {self.config.num_layers}, got {len(caches)}; use new_caches")
+        if any(one is other for i, one in enumerate(caches) for other in caches[:i]):
+            raise ValueError("caches are one per layer, got the same cache for several layers; use new_caches")
         if self.sharding is not None:
             raise ValueError("a sharded sequence has no caches; decode on one device, with a model without group")
         given = [name for name in ("starts", "cu_seqlens") if rows.get(name) is not None]
@@ -302,11 +306,22 @@ class LongNetDecoder(LongNetModel):
         Args:
             state_dict: its tensors. The prefixes of DDP and fairscale are removed.
             args: a ``DecoderConfig`` of the authors' code, or a dictionary of its fields. Strings such as
-                ``"[2048,4096]"`` are parsed and never evaluated. Options that this model does not have raise.
+                ``"[2048,4096]"`` are parsed and never evaluated. Options that would change results and that this model does
+                not have raise. Options of other parts of that code are not read.
             options: ``group``, ``layout``, ``device`` and ``dtype`` of the model.
         """
         config, tensors = from_torchscale("decoder", state_dict, args)
         return cls.from_tensors(config, tensors, "the state dict", **options)
+
+
+def _packed_targets(targets: Tensor, offsets: Tensor) -> Tensor:
+    """The rows of nested targets, which have the lengths of the tokens."""
+    packed, _, own = unpacked(targets, {})
+    if own is None or not torch.equal(own.to(offsets), offsets):
+        lengths = offsets.diff().tolist()
+        got = tuple(targets.shape) if own is None else own.diff().tolist()
+        raise ValueError(f"targets must be a nested tensor with the lengths of the tokens, {lengths}, got {got}")
+    return packed
 
 
 def _checked_targets(targets: Tensor, states: Tensor, rows: ModelRows) -> Tensor:

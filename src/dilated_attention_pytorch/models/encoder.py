@@ -111,7 +111,7 @@ class LongNetEncoder(LongNetModel):
     Args:
         config: sizes and options.
         group, layout: see ``attention``. The inputs are this rank's rows, and positions are those of the whole sequence.
-        order: see ``attention``. ModelRows are moved once, in front of the first layer, and back behind the last one. With
+        order: see ``attention``. Rows are moved once, in front of the first layer, and back behind the last one. With
             ``group`` they are this rank's rows of the ordered sequence already. Rotary positions are the original ones.
         device, dtype: of the parameters.
 
@@ -196,7 +196,8 @@ class LongNetEncoder(LongNetModel):
         Args:
             state_dict: its tensors. The prefixes of DDP and fairscale are removed.
             args: an ``EncoderConfig`` of the authors' code, or a dictionary of its fields. Strings such as
-                ``"[2048,4096]"`` are parsed and never evaluated. Options that this model does not have raise.
+                ``"[2048,4096]"`` are parsed and never evaluated. Options that would change results and that this model does
+                not have raise. Options of other parts of that code are not read.
             options: ``group``, ``layout``, ``order``, ``device`` and ``dtype`` of the model.
         """
         config, tensors = from_torchscale("encoder", state_dict, args)

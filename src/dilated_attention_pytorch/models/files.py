@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.dtypes import DTYPES
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.safetensors import read_safetensors, write_beside, write_safetensors
 
@@ -59,7 +60,7 @@ class Pretrained(nn.Module):
             values = json.loads((folder / CONFIG).read_text("utf-8"))
             own = values.pop(_CLASS, cls.__name__) if isinstance(values, dict) else cls.__name__
             config = cls.config_type.from_dict(values)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{folder / CONFIG}: {error}") from None
         if own != cls.__name__:
             raise ValueError(f"{folder / CONFIG} is of a {own}; load it with {own}.from_pretrained")
@@ -72,10 +73,13 @@ class Pretrained(nn.Module):
         device: torch.device | str | int | None = None, dtype: torch.dtype | None = None, **options: Any,
     ) -> Self:  # fmt: skip
         """The model with these parameters. ``source`` names where they are from, for errors."""
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
         make: Any = cls  # a subclass takes a device
         model: Self = make(config, device="meta", **options)
         tensors = model.adapt(dict(tensors))
         check_tensors_of(model, tensors, source)
+        _check_dtypes(tensors, source, dtype)
         device = torch.get_default_device() if device is None else device
         own = {name: x.to(device, dtype if x.is_floating_point() else None, copy=True) for name, x in tensors.items()}
         model.load_state_dict(own, assign=True)
@@ -99,6 +103,17 @@ def check_tensors_of(model: nn.Module, tensors: Mapping[str, Tensor], source: st
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise ValueError(f"{source} does not have the tensors of this {type(model).__name__}:\n{lines}")
+
+
+def _check_dtypes(tensors: Mapping[str, Tensor], source: str, dtype: torch.dtype | None) -> None:
+    """Raise unless all tensors have one dtype in which a model computes, or can be converted to ``dtype``."""
+    if wrong := [f"{name} is {x.dtype}" for name, x in tensors.items() if x.dtype not in DTYPES]:
+        known = ", ".join(map(str, DTYPES))
+        raise ValueError(f"{source} has tensors of dtypes other than {known}: {'; '.join(wrong)}")
+    by_dtype = {x.dtype: name for name, x in tensors.items()}
+    if dtype is None and len(by_dtype) > 1:
+        examples = ", ".join(f"{name} is {own}" for own, name in by_dtype.items())
+        raise ValueError(f"{source} has tensors of several dtypes: {examples}; pass dtype, to which all are converted")
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def rotation(config: LongNetConfig, positions: Tensor, dtype: torch.dtype) -> Ro
         return Rotation(cos, sin)
     scale = (2 * pairs + 0.4 * config.head_dim) / (1.4 * config.head_dim)
     window = min(xpos_window(config), _most(config, dtype))
-    exponents = (where % window - window // 2) / config.xpos_scale_base
+    exponents = (where % window - window // 2).double() / config.xpos_scale_base
     return Rotation(cos, sin, (scale**exponents).to(own))
 
 
@@ -95,7 +95,7 @@ def check_xpos(config: LongNetConfig, length: int | None, dtype: torch.dtype) ->
         raise ValueError(
             f"xPos in {dtype} covers {most:,} positions that can meet: got {got} positions and segment lengths "
             f"{config.segment_lengths} with the least common multiple {window:,}; use segment lengths with one of at most "
-            f"{most:,}, positions='rotary', or shorter sequences (max_tokens of a cache)"
+            f"{most:,}, positions='rotary', or shorter sequences (max_tokens of new_caches, max_new_tokens of stream)"
         )
 
 

@@ -90,7 +90,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], d
         text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, _RepeatedNameError) as error:
+    except (ValueError, RecursionError) as error:  # also of names that occur twice, and of integers that are too long
         raise _broken(path, f"its header is not valid JSON: {error}") from None
     if not isinstance(header, dict):
         raise _broken(path, f"its header must be a JSON object, got {type(header).__name__}")
@@ -129,7 +129,7 @@ def _broken(path: Path, reason: str) -> ValueError:
 
 
 def _is_count(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**63
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, list[int], int, int]:

@@ -11,6 +11,9 @@ from torch import Tensor
 from dilated_attention_pytorch.checks import as_number
 from dilated_attention_pytorch.integers import as_integer
 
+# Temperatures and penalties outside count as these, because float32 holds neither 1e-300 nor 1e300.
+_LEAST, _MOST = 1e-30, 1e30
+
 
 class SamplingOptions(TypedDict, total=False):
     """The arguments of ``Sampling``."""
@@ -93,7 +96,7 @@ class Sampling:
         if not self.temperature:
             raise ValueError(f"temperature={self.temperature} takes the most probable token; pass a temperature above 0")
         logits = self._penalised(logits, occurred)
-        scores = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # finite for small temperatures
+        scores = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, _LEAST)  # finite for small temperatures
         if self.top_k is not None:
             least = scores.topk(min(self.top_k, scores.shape[-1]), -1).values[..., -1:]
             scores = scores.masked_fill(scores < least, -torch.inf)
@@ -111,4 +114,5 @@ class Sampling:
         penalty = self.repetition_penalty
         if penalty is None or occurred is None:
             return logits
+        penalty = min(max(penalty, _LEAST), _MOST)
         return torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)

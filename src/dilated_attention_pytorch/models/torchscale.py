@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.checks import as_bool
+from dilated_attention_pytorch.integers import as_integer
 from dilated_attention_pytorch.models.config import LongNetConfig
 
 # Wrappers of DDP, FSDP and fairscale put these into names.
@@ -29,6 +31,8 @@ def from_torchscale(
     kind: str, state_dict: Mapping[str, Tensor], args: Any
 ) -> tuple[LongNetConfig, dict[str, Tensor]]:  # fmt: skip
     """The config and the tensors of an ``"encoder"`` or a ``"decoder"`` of the authors' code."""
+    if not isinstance(args, Mapping) and not hasattr(args, "__dict__"):
+        raise TypeError(f"args must be a dictionary, or an object with attributes, got {type(args).__name__}")
     values = dict(args) if isinstance(args, Mapping) else dict(vars(args))
     config, tensors = _config(kind, values), stripped(state_dict)
     if kind == "encoder" and "embed_tokens.weight" not in tensors:  # it was given embeddings, whatever its vocab_size was
@@ -91,20 +95,24 @@ def _config(kind: str, args: dict[str, Any]) -> LongNetConfig:
             reason = f" ({_REASONS[name]})" if name in _REASONS else ""
             raise ValueError(f"this library has no LongNet with {name}={value!r}{reason}; it needs {name}={allowed[0]!r}")
     vocabulary = args.get("vocab_size")
-    if vocabulary is not None and vocabulary <= 0:
-        vocabulary = None
+    vocabulary = None if vocabulary is None else as_integer("vocab_size", vocabulary)
+    vocabulary = None if vocabulary is None or vocabulary <= 0 else vocabulary
+    flags = {"subln": True, "normalize_output": True, "xpos_rel_pos": False, "checkpoint_activations": False}
+    flags[f"share_{kind}_input_output_embed"] = False
+    for name, default in flags.items():
+        flags[name] = as_bool(name, default if args.get(name) is None else args[name])
     return LongNetConfig(
         **{own: args[f"{kind}_{name}"] for own, name in names.items()},
         segment_lengths=tuple(integers_of("segment_length", args["segment_length"])),
         dilation_rates=tuple(integers_of("dilated_ratio", args["dilated_ratio"])),
         offsets="blocked", torchscale_padding=kind == "encoder", vocab_size=vocabulary,
-        positions="xpos" if args.get("xpos_rel_pos") else "none", xpos_scale_base=args.get("xpos_scale_base") or 512,
+        positions="xpos" if flags["xpos_rel_pos"] else "none", xpos_scale_base=args.get("xpos_scale_base") or 512,
         dropout=args.get("dropout") or 0.0, attention_dropout=args.get("attention_dropout") or 0.0,
         activation_dropout=args.get("activation_dropout") or 0.0, drop_path=args.get("drop_path_rate") or 0.0,
-        sub_norm=bool(args.get("subln", True)), layer_norm_eps=args.get("layernorm_eps") or 1e-5,
-        final_norm=bool(args.get("normalize_output", True)) if kind == "encoder" else True,
-        tie_embeddings=bool(args.get(f"share_{kind}_input_output_embed", False)),
-        checkpoint_layers=bool(args.get("checkpoint_activations", False)),
+        sub_norm=flags["subln"], layer_norm_eps=args.get("layernorm_eps") or 1e-5,
+        final_norm=flags["normalize_output"] or kind == "decoder",
+        tie_embeddings=flags[f"share_{kind}_input_output_embed"],
+        checkpoint_layers=flags["checkpoint_activations"],
     )  # fmt: skip
 
 
