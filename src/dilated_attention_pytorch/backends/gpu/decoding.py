@@ -23,6 +23,7 @@ PROGRAMS = 8  # for each multiprocessor: one sample of 12 heads gives work to a 
 MOST_PARTIALS = 64  # of a key head, which one program merges
 WARPS = 4
 APPEND_ROWS = 64  # that a program copies
+_NO_STRIDES = (0, 0, 0, 1)  # of a token that is not read
 
 
 class _Token(NamedTuple):
@@ -127,22 +128,22 @@ def append_(held: HeldRows, storage: CacheTensors, key: Tensor, value: Tensor, l
 def last_row(pattern: Dilated, inputs: Inputs, scale: float) -> Results:
     """The attention of the last row of a sequence: ``query`` (B, 1, H, D), ``key`` and ``value`` (B, M, G, D)."""
     (query, key, value), length = inputs, inputs.key.shape[1]
-    most_rows = sum(-(-min(w, length) // r) for w, r in pattern.branches)
-    table = _table(pattern, key.shape[2], key.device)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    (batch, _, key_heads, _), branches = key.shape, pattern.branches
+    most_rows = sum([-(-min(w, length) // r) for w, r in branches])
+    table = _table(pattern, key_heads, key.device)
     keep_for_device(table, (table,))
-    batch, key_heads = query.shape[0], key.shape[2]
-    token = query, key_row, value_row = _elements_adjacent(
-        Inputs(query, key.narrow(1, length - 1, 1), value.narrow(1, length - 1, 1))
-    )
     # The distance of samples grows with every token. One sample has none, so that its launch is found again.
-    row_strides = [x for own in (key, value) for x in (own.stride(0) if batch > 1 else 0, *own.stride()[1:3])]
+    (k_b, *k_strides, _), (v_b, *v_strides, _) = key.stride(), value.stride()
+    row_strides = (k_b, *k_strides, v_b, *v_strides) if batch > 1 else (0, *k_strides, 0, *v_strides)
     found = _launch_of(_Token(
-        query.shape, query.dtype, query.device, key_heads, (query.stride(), key_row.stride(), value_row.stride()),
-        tuple(row_strides), most_rows, len(pattern.branches), scale, None, False, False, exact_products(query),
+        query.shape, query.dtype, query.device, key_heads, (query.stride(), _NO_STRIDES, _NO_STRIDES), row_strides,
+        most_rows, len(branches), scale, None, False, False, exact_products(query),
     ))  # fmt: skip
     arrived = torch.zeros(batch * (key_heads + 1), dtype=torch.int32, device=key.device)
-    # The kernel does not read what stands for the tensors of a cache.
-    return Results(*_launch(found, token, (key, value, table, table, table), arrived, table, length - 1))
+    # The kernel reads neither a token to be appended nor what stands for the tensors of a cache.
+    state = key, value, table, table, table
+    return Results(*_launch(found, Inputs(query, key, value), state, arrived, table, length - 1))
 
 
 def _elements_adjacent(token: Inputs) -> Inputs:
