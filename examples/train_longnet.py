@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training import Corpus, Trainer, TrainSettings, load_decoder, log_probabilities
+from dilated_attention_pytorch.training.files import VOCABULARIES, kind_of, list_files
 
 
 def parse() -> argparse.Namespace:
@@ -51,9 +52,9 @@ def main() -> None:
     options = parse()
     device = join_ranks()
     data = tuple(str(path.absolute()) for path in options.data)
-    fasta = any(".fa" in Path(name).name or ".fna" in Path(name).name for name in data)
+    kind = kind_of(list_files(data, options.out))  # bytes, or bases of FASTA files
     settings = TrainSettings(
-        model=LongNetConfig.preset("tiny", vocab_size=5 if fasta else 256),
+        model=LongNetConfig.preset("tiny", vocab_size=VOCABULARIES[kind]),
         data=data, context=options.context, steps=options.steps, batch=options.batch, every=20, evaluate_every=20,
         dtype="bfloat16" if device.type == "cuda" else "float32", sequence_ranks=options.sequence_ranks,
     )  # fmt: skip
@@ -76,7 +77,7 @@ def main() -> None:
     if first:
         # Score a text of any length in one pass: the caches of the decoder do not grow with it.
         model = load_decoder(options.out, torch.device("cpu"))
-        corpus = Corpus.of(data[:1] or [__file__], options.out / "data")
+        corpus = Corpus.of(data[:1] or [__file__], options.out / "data", kind, options.out)
         chunks = itertools.islice(log_probabilities(model, corpus, 1024), 4)
         scores = torch.cat([values for _, values in chunks])
         name, bits = corpus.files[0].path, -float(scores.nanmean()) / math.log(2)

@@ -17,8 +17,10 @@ from dilated_attention_pytorch.cli.demo import choose_device
 from dilated_attention_pytorch.cli.streams import interruptible
 from dilated_attention_pytorch.cli.train_options import ScoreOptions
 from dilated_attention_pytorch.cli.train_run import end, reported
-from dilated_attention_pytorch.training import Corpus, ScoreBins, load_decoder, log_probabilities
+from dilated_attention_pytorch.training import Corpus, LossError, ScoreBins, load_decoder, log_probabilities
 from dilated_attention_pytorch.training.costs import peak_memory
+from dilated_attention_pytorch.training.files import KINDS, kind_of, list_files
+from dilated_attention_pytorch.training.score import trained_kind
 from dilated_attention_pytorch.training.settings import DTYPES
 
 _CHUNK = {"cpu": 4096, "cuda": 65_536}
@@ -38,16 +40,22 @@ def run_score(options: ScoreOptions) -> None:
         chunk = _CHUNK[device.type] if options.chunk is None else options.chunk
         if chunk < 1 or options.bins < 1:
             raise ValueError(f"--chunk and --bins must be at least 1, got {chunk} and {options.bins}")
-        corpus = Corpus.of(options.data, options.cache or Path(temporary), options.tokens)
-        if len(corpus) < 2:
+        trained = trained_kind(options.model)
+        kind = _kind(options, trained)
+        corpus = Corpus.of(options.data, options.cache or Path(temporary), kind, options.model)
+        counted = max(0, len(corpus) - 1)
+        counted -= corpus.ignored(0, counted)
+        if not counted:
             raise ValueError(
-                f"a file needs 2 tokens, because the first has no prediction: got {len(corpus)}; name a longer file"
+                f"a document needs 2 tokens, because its first has no prediction: got {len(corpus)} tokens in "
+                f"{len(corpus.documents)} documents; name a longer file"
             )
         model = load_decoder(options.model, device, getattr(torch, dtype))
-        if (model.config.vocab_size or 0) < corpus.vocabulary:
+        size = model.config.vocab_size or 0
+        if size < corpus.vocabulary or (trained is None and options.tokens == "auto" and size != corpus.vocabulary):
             raise ValueError(
-                f"the vocabulary of the model has {model.config.vocab_size} tokens, and {corpus.kind} need "
-                f"{corpus.vocabulary}; use --tokens, or another model"
+                f"the vocabulary of the model has {size} tokens, and {corpus.kind} need {corpus.vocabulary}; use --tokens, "
+                "or another model"
             )
         bins = ScoreBins(len(corpus), options.bins)
         console = Console(highlight=False, stderr=options.json == "-", quiet=options.quiet)
@@ -72,13 +80,18 @@ def run_score(options: ScoreOptions) -> None:
         except KeyboardInterrupt:
             end(f"Interrupted: {bins.tokens:,} of {len(corpus) - 1:,} tokens are scored.", 130)
         seconds = time.monotonic() - begin
+        if bins.tokens != counted or not math.isfinite(bins.bits):
+            raise LossError(
+                f"{counted - bins.tokens} of {counted} log-probabilities are NaN, and the mean of the others is "
+                f"{bins.bits} bits; check the parameters of the model, or use --dtype float32"
+            )
         figures = {
             "model": str(options.model), "kind": corpus.kind, "tokens": bins.tokens, "seconds": seconds, "dtype": dtype,
             "device": str(device), "chunk": chunk, "tokens_per_second": bins.tokens / seconds, "bits_per_token": bins.bits,
             "peak_memory_bytes": peak_memory(device), "positions": bins.positions, "bits": bins.means,
         }  # fmt: skip
         _print(console, figures)
-        text = json.dumps(figures, indent=1)
+        text = json.dumps(figures, indent=1, allow_nan=False)
         if options.json == "-":
             typer.echo(text)
         elif options.json is not None:
@@ -87,6 +100,23 @@ def run_score(options: ScoreOptions) -> None:
             found = [(x, y) for x, y in zip(bins.positions, bins.means, strict=True) if y is not None]
             title = f"{', '.join(path.name for path in options.data)}: {bins.bits:.4f} bits per token"
             score_picture([x for x, _ in found], [y for _, y in found], title).savefig(options.plot, dpi=150)
+
+
+def _kind(options: ScoreOptions, trained: str | None) -> str:
+    """The kind of tokens. Raise a ValueError if it is not the one that the model was trained on."""
+    if options.tokens not in ("auto", *KINDS):
+        raise ValueError(f"--tokens must be one of auto, {', '.join(KINDS)}, got {options.tokens!r}")
+    kind = options.tokens
+    if kind == "auto":
+        kind = kind_of(list_files(options.data, options.model))
+        if trained not in (None, kind):
+            raise ValueError(
+                f"the model was trained on {trained}, and by their names the files contain {kind}; use --tokens {trained} "
+                f"to read them as {trained}, or name other files"
+            )
+    if trained not in (None, kind):
+        raise ValueError(f"the model was trained on {trained}, got --tokens {kind}; use --tokens {trained}")
+    return kind
 
 
 def _print(console: Console, figures: dict[str, Any]) -> None:

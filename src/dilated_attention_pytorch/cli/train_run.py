@@ -85,6 +85,8 @@ def reported() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         end(f"the GPU has too little memory; use --recompute, a larger --accumulate or a smaller --context: {error}", 1)
     except OSError as error:
+        if error.filename is None and error.strerror is None:  # a sentence of this library
+            end(error, 1)
         end(f"{error.filename or 'a file'} could not be read or written: {error.strerror or error}", 1)
 
 
@@ -131,7 +133,7 @@ def make_settings(options: TrainOptions, device: torch.device) -> TrainSettings:
     """The settings that the options describe. Raise a ValueError if one of them is not valid."""
     chosen = {name: getattr(options, name) or value for name, value in _DEFAULTS[device.type].items()}
     data = tuple(str(path.absolute()) for path in options.data or ())
-    kind = kind_of(list_files(data)) if options.tokens == "auto" else options.tokens
+    kind = kind_of(list_files(data, options.out)) if options.tokens == "auto" else options.tokens
     if kind not in VOCABULARIES:
         raise ValueError(f"--tokens must be one of auto, {', '.join(VOCABULARIES)}, got {kind!r}")
     if (options.segment_lengths is None) != (options.dilation_rates is None):

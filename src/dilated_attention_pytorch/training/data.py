@@ -52,9 +52,12 @@ class Corpus:
         self._marks = [_stamp(Path(file.path)) for file in self.files]
 
     @classmethod
-    def of(cls, paths: Sequence[str | Path], cache: Path, kind: str = "auto") -> Corpus:
-        """Open files and folders, or the standard library's sources. ``cache`` is the folder for unpacked files."""
-        files = list_files(paths)
+    def of(cls, paths: Sequence[str | Path], cache: Path, kind: str = "auto", leave_out: Path | None = None) -> Corpus:
+        """Open files and folders, or the standard library's sources. ``cache`` is the folder for unpacked files.
+
+        Files below ``leave_out``, the folder of a run, are not data.
+        """
+        files = list_files(paths, leave_out)
         kind = kind_of(files) if kind == "auto" else kind
         return cls([open_file(path, kind, cache) for path in files], kind)
 
@@ -70,15 +73,18 @@ class Corpus:
         """Tokens ``start`` to ``stop`` as uint8, in memory of their own."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} to {stop} are not within 0 and {len(self)}")
-        found = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        if start == stop:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        found = bytearray(stop - start)
         number = bisect_right(self.ends, start)
         position = start
         while position < stop:
             file, first = self.files[number], self.ends[number] - len(self.files[number])
             until = min(stop, self.ends[number])
-            found[position - start : until - start] = file.tokens[position - first : until - first]
+            if until > position:
+                file.read_into(memoryview(found)[position - start : until - start], position - first)
             position, number = until, number + 1
-        return found
+        return torch.frombuffer(found, dtype=torch.uint8)
 
     def pair(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         """``count`` tokens and the token after each, as int64. The first token of a document is not a target."""
@@ -91,6 +97,16 @@ class Corpus:
     def ignored(self, start: int, count: int) -> int:
         """How many targets of ``pair`` do not count."""
         return bisect_right(self.documents, start + count) - bisect_left(self.documents, start + 1)
+
+    def targets(self, starts: Sequence[int], count: int) -> int:
+        """How many targets of the windows of ``count`` tokens at ``starts`` count. Raise a DataError if it is none."""
+        counted = sum(count - self.ignored(start, count) for start in starts)
+        if starts and not counted:
+            raise DataError(
+                f"the first token of a document is not a target, and no other token is in {len(starts)} windows of {count} "
+                f"tokens: the first begins at {self.where(starts[0])}; use longer documents, or a longer context"
+            )
+        return counted
 
     def where(self, position: int) -> str:
         """The file of a token, and its number in that file."""
@@ -193,6 +209,13 @@ def split(corpus: Corpus, context: int, held_out: float, seed: int) -> tuple[Win
     kept = round(len(corpus) * held_out)
     if held_out > 0:
         kept = max(kept, context + 1)
+    if len(corpus) - kept <= context:
+        share = f", of which the held-out share {held_out:g} takes at least one window" if held_out > 0 else ""
+        smaller = ", a held-out share of 0" if held_out > 0 else ""
+        raise DataError(
+            f"a window needs {context + 1} tokens, the context and one more: the files contain {len(corpus)} tokens{share}; "
+            f"use a shorter context{smaller}, or more data"
+        )
     training = Windows(0, len(corpus) - kept, context, seed)
     return training, Windows(len(corpus) - kept, len(corpus), context, seed) if held_out > 0 else None
 

@@ -1,7 +1,8 @@
-"""Files of text or bases as memory-mapped tokens, and fingerprints that show whether a file has changed.
+"""Files of text or bases as tokens on disk, and fingerprints that show whether a file has changed.
 
-A plain text file is mapped directly. A gzip file is decompressed once, and a FASTA file is translated once to one byte per
-base. The results are files in a cache folder, named by the fingerprint of their source, and are mapped like plain text.
+A plain text file is read directly. A gzip file is decompressed once, and a FASTA file is translated once to one byte per
+base. The results are files in a cache folder, named by the fingerprint of their source, and are read like plain text.
+Files are read by system calls and not mapped: a file that becomes shorter is an error and does not end the process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import sysconfig
@@ -17,9 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
-
-import torch
-from torch import Tensor
 
 KINDS = ("bytes", "bases")
 VOCABULARIES = {"bytes": 256, "bases": 5}
@@ -47,11 +46,26 @@ class DataFile:
 
     path: str
     fingerprint: str
-    tokens: Tensor  # (tokens,), uint8, mapped
-    documents: tuple[int, ...]  # the first token of each
+    stored: str  # the file with one byte per token: ``path``, or an unpacked file
+    tokens: int
+    documents: tuple[int, ...]  # the first token of each; a file without tokens has no document
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.tokens
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        """Fill a buffer with the tokens from ``start`` on. Raise a DataError if the file has become too short."""
+        stored = Path(self.stored)
+        with _reported(stored), stored.open("rb", buffering=0) as file:
+            file.seek(start)
+            done = 0
+            while done < len(buffer):
+                if not (count := file.readinto(buffer[done:])):
+                    raise DataError(
+                        f"{stored} had {self.tokens} tokens when it was opened, and now ends at token {start + done}; "
+                        "restore the file and start the command again"
+                    )
+                done += count
 
 
 @contextlib.contextmanager
@@ -69,21 +83,27 @@ def standard_library() -> list[Path]:
     return _below(Path(sysconfig.get_path("stdlib")), ".py")
 
 
-def _below(folder: Path, suffix: str = "") -> list[Path]:
+def _below(folder: Path, suffix: str = "", leave_out: Path | None = None) -> list[Path]:
     found = []
+    hidden = None if leave_out is None else leave_out.resolve()
     for directory, folders, names in os.walk(folder):
-        folders[:] = sorted(set(folders) - _LEFT_OUT)
+        folders[:] = sorted(name for name in set(folders) - _LEFT_OUT if Path(directory, name).resolve() != hidden)
         found += [Path(directory, name) for name in sorted(names) if name.endswith(suffix)]
     return found
 
 
-def list_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The files of ``paths`` in their order. A folder is all files below it, sorted. No path is the standard library."""
+def list_files(paths: Sequence[str | Path], leave_out: Path | None = None) -> list[Path]:
+    """The files of ``paths`` in their order. A folder is all files below it, sorted. No path is the standard library.
+
+    ``leave_out`` is the folder of a run. If it lies below a folder of ``paths``, its files are not listed.
+    """
     if not paths:
         return standard_library()
     found: list[Path] = []
     for path in map(Path, paths):
-        below = _below(path) if path.is_dir() else [path]
+        if leave_out is not None and path.is_dir() and path.resolve() == leave_out.resolve():
+            raise DataError(f"{path} is the folder of the run, and its files are not data; keep data in another folder")
+        below = _below(path, leave_out=leave_out) if path.is_dir() else [path]
         if not below:
             raise DataError(f"{path} is a folder without files; name a folder with files, or a file")
         found += below
@@ -96,7 +116,10 @@ def kind_of(files: Sequence[Path]) -> str:
     fasta = [name.endswith(_FASTA) for name in names]
     if any(fasta) and not all(fasta):
         other = files[fasta.index(False)]
-        raise DataError(f"FASTA files and other files have different tokens: got {files[fasta.index(True)]} and {other}")
+        raise DataError(
+            f"FASTA files and other files have different tokens: got {files[fasta.index(True)]} and {other}; name files of "
+            "one format, or read all of them as bytes (--tokens bytes)"
+        )
     return "bases" if all(fasta) and files else "bytes"
 
 
@@ -115,60 +138,86 @@ def fingerprint(path: Path) -> str:
 
 
 def open_file(path: Path, kind: str, cache: Path) -> DataFile:
-    """Map the tokens of a file. What has to be decompressed or translated is written into the folder ``cache`` once."""
+    """The tokens of a file. What has to be decompressed or translated is written into the folder ``cache`` once."""
     mark = fingerprint(path)
     with _reported(path), path.open("rb") as file:
         packed = file.read(2) == _GZIP
+        size = os.fstat(file.fileno()).st_size
     if kind == "bytes" and not packed:
-        return DataFile(str(path), mark, _map(path), (0,))
+        return DataFile(str(path), mark, str(path), size, (0,) if size else ())
     stem = cache / f"{path.name}-{hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:8]}-{mark}-{kind}"
     tokens, index = stem.with_name(stem.name + ".tokens"), stem.with_name(stem.name + ".json")
-    if not (index.exists() and tokens.exists()):
-        _translate(path, kind, (tokens, index))
-    return DataFile(str(path), mark, _map(tokens), tuple(json.loads(index.read_text())))
+    documents = _unpacked(tokens, index)
+    if documents is None:
+        documents = _unpack(path, kind, (tokens, index))
+    return DataFile(str(path), mark, str(tokens), tokens.stat().st_size, tuple(documents))
 
 
-def _map(path: Path) -> Tensor:
-    with _reported(path):
-        size = path.stat().st_size
-        if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+def _unpacked(tokens: Path, index: Path) -> list[int] | None:
+    """The documents of an unpacked file. None if it does not exist, or if its size or its index is not valid."""
+    try:
+        found, size = json.loads(index.read_bytes()), tokens.stat().st_size
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("tokens") != size:
+        return None
+    starts = found.get("documents")
+    if not isinstance(starts, list) or not all(type(start) is int for start in starts):
+        return None
+    bounds = [*starts, size]  # starts ascend from 0 on, and every document has tokens
+    valid = bounds[0] == 0 and all(a < b for a, b in itertools.pairwise(bounds))
+    return starts if valid else None
 
 
-def _translate(path: Path, kind: str, targets: tuple[Path, Path]) -> None:
-    """Write the tokens and the documents of a file. Names appear when their content is complete."""
+def _unpack(path: Path, kind: str, targets: tuple[Path, Path]) -> list[int]:
+    """Write the tokens and the index of a file, and return its documents. Names appear when their content is durable."""
     tokens, index = targets
     unfinished = tokens.with_name(f".{tokens.name}.{os.getpid()}")
+    documents: list[int] = []
+    count = 0
     try:
-        try:
-            tokens.parent.mkdir(parents=True, exist_ok=True)
-            target = unfinished.open("wb")
-        except OSError as error:
-            raise DataError(f"{tokens} could not be written: {error.strerror}; choose another folder") from error
-        with target:
-            documents = _write_tokens(path, kind, target)
+        tokens.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as target:
+            for block in _blocks(path, kind, documents):
+                count += target.write(block)
+            _make_durable(target)
         os.replace(unfinished, tokens)
-        unfinished.write_text(json.dumps(documents))
+        documents = [start for start in documents if start < count]
+        with unfinished.open("wb") as target:
+            target.write(json.dumps({"tokens": count, "documents": documents}).encode())
+            _make_durable(target)
         os.replace(unfinished, index)
+    except OSError as error:
+        raise DataError(
+            f"{tokens} could not be written: {error.strerror or error}; free space on its disk, or choose another folder "
+            "(train: --out, score: --cache)"
+        ) from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+    return documents
 
 
-def _write_tokens(path: Path, kind: str, target: IO[bytes]) -> list[int]:
+def _make_durable(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _blocks(path: Path, kind: str, documents: list[int]) -> Iterator[bytes]:
+    """The tokens of a file. ``documents`` gets the first token of each document, also of a last one without tokens."""
     with _reported(path), path.open("rb") as raw:
         packed = raw.read(2) == _GZIP
         raw.seek(0)
         source = cast(IO[bytes], gzip.open(raw) if packed else raw)  # noqa: SIM115  "with" closes raw
         if kind == "bases":
-            return _write_bases(path, source, target)
+            yield from _bases(path, source, documents)
+            return
+        documents.append(0)
         while block := source.read(_CHUNK):
-            target.write(block)
-    return [0]
+            yield block
 
 
-def _write_bases(path: Path, source: IO[bytes], target: IO[bytes]) -> list[int]:
-    documents: list[int] = []
+def _bases(path: Path, source: IO[bytes], documents: list[int]) -> Iterator[bytes]:
     count = 0
     for number, line in enumerate(source, 1):
         if line.startswith((b">", b";")):
@@ -184,6 +233,5 @@ def _write_bases(path: Path, source: IO[bytes], target: IO[bytes]) -> list[int]:
         bases = line.translate(None, _SPACE)
         if left := bases.translate(None, _OTHER):
             raise DataError(f"{path} is not a FASTA file: line {number} contains {left[:8]!r}, which is no letter")
-        target.write(bases.translate(_TOKEN))
+        yield bases.translate(_TOKEN)
         count += len(bases)
-    return [start for start in documents if start < count]

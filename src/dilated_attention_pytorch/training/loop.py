@@ -62,13 +62,15 @@ class Trainer:
                 f"{settings.accumulate} and {self.ranks.data}"
             )
         self.checkpoints = Checkpoints(out / "checkpoints", settings.keep)
-        self.corpus = self.ranks.first_then_others(lambda: Corpus.of(settings.data, out / "data", settings.kind))
+        self.corpus = self.ranks.first_then_others(lambda: Corpus.of(settings.data, out / "data", settings.kind, out))
         if (settings.model.vocab_size or 0) < self.corpus.vocabulary:
             raise ValueError(
                 f"vocab_size must be at least {self.corpus.vocabulary} for tokens that are {self.corpus.kind}, got "
                 f"{settings.model.vocab_size}"
             )
         self.training, self.held_out = split(self.corpus, settings.context, settings.held_out, settings.seed)
+        if self.held_out is not None:  # an evaluation without targets is reported before the first step
+            self.corpus.targets(self.held_out.spread(settings.evaluate_windows), settings.context)
         torch.manual_seed(derived_seed("parameters", settings.seed))  # the same on every rank
         layout = None if self.ranks.group is None else LAYOUT
         self.model = LongNetDecoder(settings.model, group=self.ranks.group, layout=layout, device=device)
@@ -166,7 +168,7 @@ class Trainer:
     def _gradients(self, starts: list[int]) -> Tensor:
         """Add up the gradients of a step's windows, and return this rank's share of the loss in float64."""
         settings, ranks = self.settings, self.ranks
-        targets = settings.batch * settings.context - sum(self.corpus.ignored(x, settings.context) for x in starts)
+        targets = self.corpus.targets(starts, settings.context)
         size = settings.batch // settings.accumulate
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number in range(settings.accumulate):
@@ -197,7 +199,7 @@ class Trainer:
         for start in starts:
             total += self._loss([start]).double()
         self.model.train()
-        targets = sum(self.settings.context - self.corpus.ignored(start, self.settings.context) for start in starts)
+        targets = self.corpus.targets(starts, self.settings.context)
         return float(self.ranks.add(total)) / (targets * self.ranks.data)
 
     def _report(self, loss: float, norm: float, starts: list[int]) -> str:

@@ -13,20 +13,36 @@ from torch import Tensor
 from dilated_attention_pytorch.models import LongNetConfig, LongNetDecoder
 from dilated_attention_pytorch.training.checkpoint import Checkpoints
 from dilated_attention_pytorch.training.data import Corpus
+from dilated_attention_pytorch.training.files import kind_of
 
 
 def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> LongNetDecoder:
     """The decoder in a folder: of ``save_pretrained``, or the last checkpoint of a training run."""
     if (folder / "config.json").exists():
         return LongNetDecoder.from_pretrained(folder).to(device=device, dtype=dtype).eval()
+    checkpoints, step = _last_step(folder)
+    config = LongNetConfig.from_dict(checkpoints.state(step)["settings"]["model"])
+    model = LongNetDecoder(config, device=device)
+    checkpoints.load(step, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, together=False)
+    return model.to(dtype).eval()
+
+
+def trained_kind(folder: Path) -> str | None:
+    """The kind of tokens that the run in a folder was trained on. None for a folder of ``save_pretrained``."""
+    if (folder / "config.json").exists():
+        return None
+    checkpoints, step = _last_step(folder)
+    state = checkpoints.state(step)
+    kind = str(state["settings"]["kind"])
+    return kind_of([Path(name) for name in state["data"]]) if kind == "auto" else kind
+
+
+def _last_step(folder: Path) -> tuple[Checkpoints, int]:
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
     steps = checkpoints.steps()
     if not steps:
         raise FileNotFoundError(f"{folder} holds no model: neither config.json nor a complete folder in checkpoints/")
-    config = LongNetConfig.from_dict(checkpoints.state(steps[-1])["settings"]["model"])
-    model = LongNetDecoder(config, device=device)
-    checkpoints.load(steps[-1], {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, together=False)
-    return model.to(dtype).eval()
+    return checkpoints, steps[-1]
 
 
 def log_probabilities(model: LongNetDecoder, corpus: Corpus, chunk: int) -> Iterator[tuple[int, Tensor]]:
