@@ -123,7 +123,7 @@ def test_score_of_a_genome(tmp_path):
     assert (tmp_path / "score.png").read_bytes().startswith(b"\x89PNG")
     (result,) = command(tmp_path, "score", "out", write_text(tmp_path))
     assert result.returncode == 2
-    assert "the vocabulary of the model has 5 tokens, and bytes need 256" in result.stderr
+    assert "trained on bases, and by their names the files contain bytes; use --tokens bases" in result.stderr
     (result,) = command(tmp_path, "score", "nothing", "x.fa.gz")
     assert result.returncode == 1
     assert "nothing holds no model" in result.stderr

@@ -49,7 +49,7 @@ class ScoreOptions:
 
     model: Annotated[Path, typer.Argument(help="The folder of a training run, or of save_pretrained.")]
     data: Annotated[list[Path], typer.Argument(help="Files and folders, read as one sequence.")]
-    tokens: Annotated[str, typer.Option(help="bytes, bases (FASTA), or auto, which decides by the names.")] = "auto"
+    tokens: Annotated[str, typer.Option(help="bytes, bases (FASTA), or auto: those of the run.")] = "auto"
     chunk: Annotated[int | None, typer.Option(help="Tokens per call. By default 65_536 on a GPU, 4_096 on a CPU.")] = None
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16. By default bfloat16 on a GPU.")] = None
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:NUMBER. By default the GPU, if any.")] = None

@@ -5,6 +5,7 @@ The windows of a step follow from the seed and the step, so that a run that goes
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import math
@@ -73,18 +74,17 @@ class Corpus:
         """Tokens ``start`` to ``stop`` as uint8, in memory of their own."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} to {stop} are not within 0 and {len(self)}")
-        if start == stop:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        found = bytearray(stop - start)
+        found = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        buffer = memoryview((ctypes.c_ubyte * len(found)).from_address(found.data_ptr())).cast("B")
         number = bisect_right(self.ends, start)
         position = start
         while position < stop:
             file, first = self.files[number], self.ends[number] - len(self.files[number])
             until = min(stop, self.ends[number])
             if until > position:
-                file.read_into(memoryview(found)[position - start : until - start], position - first)
+                file.read_into(buffer[position - start : until - start], position - first)
             position, number = until, number + 1
-        return torch.frombuffer(found, dtype=torch.uint8)
+        return found
 
     def pair(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         """``count`` tokens and the token after each, as int64. The first token of a document is not a target."""
@@ -213,8 +213,8 @@ def split(corpus: Corpus, context: int, held_out: float, seed: int) -> tuple[Win
         share = f", of which the held-out share {held_out:g} takes at least one window" if held_out > 0 else ""
         smaller = ", a held-out share of 0" if held_out > 0 else ""
         raise DataError(
-            f"a window needs {context + 1} tokens, the context and one more: the files contain {len(corpus)} tokens{share}; "
-            f"use a shorter context{smaller}, or more data"
+            f"a window needs {context + 1} tokens, the context and one more: the files contain {len(corpus)} tokens{share}"
+            f"; use a shorter context{smaller}, or more data"
         )
     training = Windows(0, len(corpus) - kept, context, seed)
     return training, Windows(len(corpus) - kept, len(corpus), context, seed) if held_out > 0 else None
