@@ -151,9 +151,7 @@ def test_a_full_disk_names_the_file_that_is_written(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(
-            DataError, match=r"cache/x.*tokens could not be written: File too large; free"
-        ) as caught:
+        with pytest.raises(DataError, match=r"cache/x.*tokens could not be written: File too large; free") as caught:
             opened(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
