@@ -68,13 +68,14 @@ def test_an_empty_file_has_no_document(tmp_path, name):
             assert corpus.ignored(start, count) == int((corpus.pair(start, count)[1] == IGNORED).sum())
 
 
-def test_a_folder_of_empty_files_and_one_text(tmp_path):
+def test_empty_files_between_two_texts(tmp_path):
     """The mean loss has the number of targets that the model counts: the loss of untrained bytes is near log(256)."""
     data = tmp_path / "data"
     data.mkdir()
     for number in range(30):
         (data / f"a{number:02}").touch()
-    (data / "b").write_bytes(bytes(torch.randint(256, (200,)).tolist()))
+    for name in ("0", "b"):  # before and behind the empty files
+        (data / name).write_bytes(bytes(torch.randint(256, (100,)).tolist()))
     trainer = Trainer(settings(data, steps=1, batch=30, held_out=0.1), tmp_path / "out", CPU)
     (point,) = trainer.run()
     assert point.loss == pytest.approx(5.545, abs=1.0)
