@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import platform
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -25,7 +27,15 @@ from dilated_attention_pytorch.cli.demo import choose_device
 from dilated_attention_pytorch.cli.train_options import TrainOptions
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.streaming import CheckpointError
-from dilated_attention_pytorch.training import DataError, LossError, SaveError, Trainer, TrainPoint, TrainSettings
+from dilated_attention_pytorch.training import (
+    DataError,
+    LossError,
+    SaveError,
+    Trainer,
+    TrainPoint,
+    TrainSettings,
+    read_log,
+)
 from dilated_attention_pytorch.training.files import VOCABULARIES, kind_of, list_files
 
 _LINE_S = 2.0  # the shortest time between two lines of progress
@@ -48,9 +58,12 @@ def run_training(options: TrainOptions) -> None:
     if not options.no_plot:
         # A missing package is reported before the run.
         from dilated_attention_pytorch.cli.train_picture import loss_picture
+    with reported():
+        _check_targets(options)
     with reported(), process_group(options.device) as device:
         settings = make_settings(options, device)
-        trainer = Trainer(settings, options.out, device)
+        with warnings_as_sentences():
+            trainer = Trainer(settings, options.out, device)
         first = trainer.ranks.rank == 0
         console = Console(highlight=False, stderr=options.json == "-", quiet=not first)
         start = trainer.step
@@ -61,7 +74,7 @@ def run_training(options: TrainOptions) -> None:
         trainer.close()
         if not first:
             raise typer.Exit(_CODES[received[0]] if received else 0)
-        lines = [json.loads(line) for line in (options.out / "log.jsonl").read_text().splitlines()]
+        lines = read_log(options.out / "log.jsonl")
         if not options.quiet:
             console.print(_table(trainer, lines))
         _write_figures(options, _figures(trainer, lines, start))
@@ -88,6 +101,39 @@ def reported() -> Iterator[None]:
         if error.filename is None and error.strerror is None:  # a sentence of this library
             end(error, 1)
         end(f"{error.filename or 'a file'} could not be read or written: {error.strerror or error}", 1)
+
+
+@contextlib.contextmanager
+def warnings_as_sentences() -> Iterator[None]:
+    """Print the text of each warning on standard error, without the file and the line that Python adds."""
+    with warnings.catch_warnings(record=True) as found:
+        yield
+    for one in found:
+        typer.echo(f"Warning: {one.message}", err=True)
+
+
+def _check_targets(options: TrainOptions) -> None:
+    """Raise an OSError before the run if a result could not be written. Only the first rank writes results."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if options.json not in (None, "-"):
+        check_writable(Path(str(options.json)))
+    picture = options.out / "loss.png"
+    if not options.no_plot and options.out.is_dir():
+        check_writable(picture)
+
+
+def check_writable(path: Path) -> None:
+    """Raise an OSError if a file of this name could not be written. Its content does not change."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        unfinished.write_bytes(b"")
+    finally:
+        unfinished.unlink(missing_ok=True)
+    if path.exists():
+        path.open("ab").close()
 
 
 @contextlib.contextmanager
@@ -131,7 +177,8 @@ def stopped_by_signals(trainer: Trainer) -> Iterator[list[signal.Signals]]:
 
 def make_settings(options: TrainOptions, device: torch.device) -> TrainSettings:
     """The settings that the options describe. Raise a ValueError if one of them is not valid."""
-    chosen = {name: getattr(options, name) or value for name, value in _DEFAULTS[device.type].items()}
+    given = {name: getattr(options, name) for name in _DEFAULTS[device.type]}
+    chosen = _DEFAULTS[device.type] | {name: value for name, value in given.items() if value is not None}
     data = tuple(str(path.absolute()) for path in options.data or ())
     kind = kind_of(list_files(data, options.out)) if options.tokens == "auto" else options.tokens
     if kind not in VOCABULARIES:

@@ -1,19 +1,21 @@
 """Checkpoints of a run: complete, or not there.
 
-A checkpoint is a folder of torch.distributed.checkpoint with one more file, ``state.json``. It is written under a name that
+A checkpoint is a folder of torch.distributed.checkpoint with one more file, ``state.json``, which has the size and the hash
+of each of the others. A folder whose files differ from them is damaged and is not used. A checkpoint is written under a name that
 begins with a dot, made durable, and renamed. A process that ends at any moment leaves the checkpoints before it complete.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,24 +26,26 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dilated_attention_pytorch.streaming import CheckpointError
 
+T = TypeVar("T")
 _FORMAT = 1
 _STATE = "state.json"
 _NAME = "step-{:09d}"
+_TYPES = {"step": int, "files": dict, "hashes": dict, "settings": dict, "data": dict}  # of what every state has
 
 
 class SaveError(RuntimeError):
-    """A checkpoint that could not be written. The earlier ones are still there."""
+    """A checkpoint or a folder that could not be written. Earlier checkpoints are still there."""
 
 
 def _first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _agree(error: str | None) -> str | None:
+def _agree(value: T) -> T:
     """What the first rank found, on every rank."""
     if not dist.is_initialized():
-        return error
-    found = [error]
+        return value
+    found = [value]
     dist.broadcast_object_list(found, src=0)
     return found[0]
 
@@ -56,6 +60,14 @@ def _one_process() -> Iterator[None]:
 
 def _sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name != _STATE}
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    found = {}
+    for name in _sizes(folder):
+        with (folder / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
+    return found
 
 
 def _make_durable(path: Path) -> None:
@@ -73,13 +85,19 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
+        self._intact: dict[int, bool] = {}  # of the steps whose hashes were compared
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, ascending."""
-        if not self.folder.is_dir():
-            return []
-        names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
-        return sorted(int(name) for name in names if name.isdecimal() and self._complete(int(name)))
+        """The steps of the complete checkpoints, ascending. Sizes are compared, and hashes only by ``newest`` and ``load``."""
+        return [
+            step for step in self._found() if self._intact.get(step, True) and self._problem(step, hashes=False) is None
+        ]
+
+    def _found(self) -> list[int]:
+        """The steps of all folders, ascending."""
+        names = {path.name for path in self.folder.glob("step-*")} if self.folder.is_dir() else set()
+        steps = (int(name[5:]) for name in names if name[5:].isdecimal())
+        return sorted(step for step in steps if self.path(step).name in names)
 
     def path(self, step: int) -> Path:
         """The folder of a checkpoint."""
@@ -90,23 +108,70 @@ class Checkpoints:
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
-    def _complete(self, step: int) -> bool:
+    def newest(self) -> int | None:
+        """The step of the last intact checkpoint, or None if there is no folder. Its hashes are compared.
+
+        A warning names the damaged folders that are skipped. If all are damaged, a CheckpointError names them.
+        """
+        chosen: int | None = None
+        damaged: list[tuple[int, str]] = []
+        if _first_rank():
+            for step in reversed(self._found()):
+                problem = self._problem(step, hashes=True)
+                if problem is None:
+                    chosen = step
+                    break
+                damaged.append((step, problem))
+        chosen, damaged = _agree((chosen, damaged))
+        self._intact |= {step: False for step, _ in damaged}
+        names = "; ".join(f"{self.path(step)} ({problem})" for step, problem in damaged)
+        if chosen is not None:
+            self._intact[chosen] = True
+            if damaged and _first_rank():
+                warnings.warn(f"damaged checkpoints are not used: {names}. The run uses {self.path(chosen)}.", stacklevel=2)
+        elif damaged:
+            raise CheckpointError(
+                f"every checkpoint is damaged: {names}. Restore one of them from a copy, or delete these folders to begin at "
+                "step 0."
+            )
+        return chosen
+
+    def _problem(self, step: int, *, hashes: bool) -> str | None:
+        """Why a checkpoint cannot be used; None if it can. Comparing hashes reads all of it."""
+        path = self.path(step)
         try:
-            return bool(self.state(step)["files"] == _sizes(self.path(step)))
-        except (OSError, CheckpointError):
-            return False
+            state, sizes = self.state(step), _sizes(path)
+            found = _hashes(path) if hashes and state["files"] == sizes else state["hashes"]
+        except OSError as error:
+            return f"{error.filename or path} could not be read: {error.strerror or error}"
+        except CheckpointError as error:
+            return str(error)
+        for expected, actual, what in ((state["files"], sizes, "size"), (state["hashes"], found, "content")):
+            for name in {**expected, **actual}:
+                if name not in expected or name not in actual:
+                    return f"the file {name} is {'missing' if name in expected else 'not one of the checkpoint'}"
+                if expected[name] != actual[name]:
+                    return f"the {what} of {name} has changed"
+        return None
 
     def state(self, step: int) -> dict[str, Any]:
-        """What ``save`` was given beside the tensors, and the sizes of the files."""
+        """What ``save`` was given beside the tensors, and the sizes and hashes of the files."""
         path = self.path(step) / _STATE
         try:
             state = json.loads(path.read_text())
-        except ValueError as error:
-            raise CheckpointError(
-                f"{path} is not complete: {error}; delete its folder to go on from the one before"
-            ) from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is not complete: {error}") from error
         if not isinstance(state, dict) or state.get("format") != _FORMAT:
-            raise CheckpointError(f"{path} is not a checkpoint in format {_FORMAT}; use another folder")
+            raise CheckpointError(f"{path} is not a checkpoint in format {_FORMAT}")
+        for name, kind in _TYPES.items():
+            if not isinstance(state.get(name), kind):
+                raise CheckpointError(f"{path} is not complete: {name} must be of type {kind.__name__}")
+        if state["step"] != step:
+            raise CheckpointError(
+                f"{path} is the state of step {state['step']}, and the folder has the name of step {step}"
+            )
+        if not isinstance(state["settings"].get("model"), dict):
+            raise CheckpointError(f"{path} is not complete: the settings must have a model")
         return state
 
     def prepare(self) -> None:
@@ -135,7 +200,8 @@ class Checkpoints:
         if _first_rank():
             try:
                 if error is None:
-                    self._finish(unfinished, target, {"format": _FORMAT, "step": step, "files": _sizes(unfinished)} | state)
+                    files = {"files": _sizes(unfinished), "hashes": _hashes(unfinished)}
+                    self._finish(unfinished, step, {"format": _FORMAT, "step": step} | files | state)
             except OSError as problem:
                 error = _reason(problem)
             if error is not None:
@@ -144,9 +210,10 @@ class Checkpoints:
             last = self.last()
             kept = "there is no earlier one" if last is None else f"the last good one is {last}"
             raise SaveError(f"the checkpoint of step {step} could not be written: {error}; {kept}")
+        self._intact[step] = True
 
-    def _finish(self, unfinished: Path, target: Path, state: dict[str, Any]) -> None:
-        path = unfinished / _STATE
+    def _finish(self, unfinished: Path, step: int, state: dict[str, Any]) -> None:
+        path, target = unfinished / _STATE, self.path(step)
         with path.open("w") as file:
             json.dump(state, file)
             file.flush()
@@ -155,9 +222,10 @@ class Checkpoints:
         if target.exists():  # one that is not complete
             self._remove(target)
         unfinished.rename(target)
+        self._intact[step] = True
         _make_durable(self.folder)
-        for step in self.steps()[: -self.keep]:
-            self._remove(self.path(step))
+        for old in self.steps()[: -self.keep]:
+            self._remove(self.path(old))
 
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint. First its name is changed, so that no half of it is found."""
@@ -166,11 +234,16 @@ class Checkpoints:
         shutil.rmtree(hidden)
 
     def load(self, step: int, tensors: dict[str, Tensor], *, together: bool = True) -> None:
-        """Fill tensors, which may be sharded over other ranks than those that were saved.
+        """Fill tensors, which may be sharded over other ranks than those that were saved. A damaged checkpoint is refused.
 
         With ``together=False`` one rank fills whole tensors, and the others do not take part.
         """
         path = self.path(step)
+        if step not in self._intact:
+            error = self._problem(step, hashes=True) if not together or _first_rank() else None
+            error = _agree(error) if together else error
+            if error is not None:
+                raise CheckpointError(f"{path} is damaged: {error}; delete it to use the one before")
         try:
             with _one_process():
                 load(tensors, storage_reader=FileSystemReader(path), no_dist=not together)

@@ -56,5 +56,5 @@ def peak_memory(device: torch.device) -> int:
     status = Path("/proc/self/status")
     if not status.is_file():  # not Linux
         return 0
-    sizes = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    return int(sizes["VmHWM"].split()[0]) * 1024
+    lines = status.read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)

@@ -6,6 +6,7 @@ dropout are computed from the number of the step. A run that goes on from a chec
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from dilated_attention_pytorch.models import LongNetDecoder
 from dilated_attention_pytorch.training.checkpoint import Checkpoints
 from dilated_attention_pytorch.training.costs import peak_memory, peak_of, window_flops
 from dilated_attention_pytorch.training.data import Corpus, batch_of, derived_seed, split
+from dilated_attention_pytorch.training.lock import FolderLock
 from dilated_attention_pytorch.training.log import TrainLog
 from dilated_attention_pytorch.training.ranks import TrainRanks
 from dilated_attention_pytorch.training.settings import TrainSettings
@@ -51,16 +53,29 @@ class TrainPoint:
 
 
 class Trainer:
-    """A run in the folder ``out``: its checkpoints, its log and its caches of data. It goes on from the last checkpoint."""
+    """A run in the folder ``out``: its checkpoints, its log and its caches of data. It goes on from the last checkpoint.
 
-    def __init__(self, settings: TrainSettings, out: Path, device: torch.device) -> None:
-        self.settings, self.out, self.device = settings, out, device
+    The folder is locked until ``close``, or until the process ends. A second run in it raises a SaveError.
+    """
+
+    def __init__(self, settings: TrainSettings, out: str | Path, device: str | torch.device) -> None:
+        self.settings, self.out, self.device = settings, Path(out), torch.device(device)
+        self.log: TrainLog | None = None
+        self.lock: FolderLock | None = None
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            self._begin()
+            stack.pop_all()
+
+    def _begin(self) -> None:
+        settings, out, device = self.settings, self.out, self.device
         self.ranks = TrainRanks.make(settings.sequence_ranks, device)
         if settings.batch % (settings.accumulate * self.ranks.data):
             raise ValueError(
                 f"batch must be a multiple of accumulate times the ranks of data, got {settings.batch}, "
                 f"{settings.accumulate} and {self.ranks.data}"
             )
+        self.lock = self.ranks.first_then_others(lambda: FolderLock(out) if self.ranks.rank == 0 else None)
         self.checkpoints = Checkpoints(out / "checkpoints", settings.keep)
         self.corpus = self.ranks.first_then_others(lambda: Corpus.of(settings.data, out / "data", settings.kind, out))
         if (settings.model.vocab_size or 0) < self.corpus.vocabulary:
@@ -88,14 +103,14 @@ class Trainer:
         self.log = TrainLog(out / "log.jsonl", self.step) if self.ranks.rank == 0 else None
 
     def _resume(self) -> None:
-        last = self.checkpoints.steps()
-        if not last:
+        step = self.checkpoints.newest()
+        if step is None:
             return
-        state = self.checkpoints.state(last[-1])
+        state = self.checkpoints.state(step)
         self.settings.compare(state["settings"], str(self.out))
         self.corpus.compare(state["data"])
-        self.checkpoints.load(last[-1], self._tensors())
-        self.step = last[-1]
+        self.checkpoints.load(step, self._tensors())
+        self.step = step
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters and the optimizer's sums, by name. They are the tensors themselves, so that loading fills them."""
@@ -218,9 +233,11 @@ class Trainer:
         return f"Use a smaller learning rate than {rate:g}, or a longer warm-up than {warm_up} steps, in another folder."
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the log and release the folder."""
         if self.log is not None:
             self.log.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 def _optimizer(model: torch.nn.Module, settings: TrainSettings) -> torch.optim.AdamW:

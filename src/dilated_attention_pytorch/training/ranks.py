@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dilated_attention_pytorch.streaming import CheckpointError
+from dilated_attention_pytorch.training.checkpoint import SaveError
+from dilated_attention_pytorch.training.files import DataError
+
 T = TypeVar("T")
+# What one rank may raise and the others raise again: the first type that fits. All of them are made of a sentence.
+_RAISED = (DataError, SaveError, CheckpointError, OSError, ValueError, TypeError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +57,31 @@ class TrainRanks:
         return values
 
     def first_then_others(self, make: Callable[[], T]) -> T:
-        """Call ``make`` on the first rank, and then on the others. If the first raises a RuntimeError, all raise it."""
-        made: list[T] = []
-        error: list[RuntimeError | None] = [None]
+        """Call ``make`` on the first rank, and then on the others. If the first raises an error, all raise it.
+
+        The other ranks get the type and the text, because an exception with other arguments may not be picklable.
+        """
+        if self.world == 1:
+            return make()
+        found: list[tuple[int, str] | None] = [None]
         if self.rank == 0:
             try:
-                made.append(make())
-            except RuntimeError as problem:
-                error[0] = problem
-        if self.world > 1:
-            dist.broadcast_object_list(error, src=0)
-        if error[0] is not None:
-            raise error[0]
-        return made[0] if made else make()
+                made = make()
+            except (OSError, ValueError, RuntimeError, TypeError) as problem:
+                found[0] = _description(problem)
+                dist.broadcast_object_list(found, src=0)
+                raise
+            dist.broadcast_object_list(found, src=0)
+            return made
+        dist.broadcast_object_list(found, src=0)
+        if found[0] is not None:
+            number, text = found[0]
+            raise _RAISED[number](text)
+        return make()
+
+
+def _description(problem: Exception) -> tuple[int, str]:
+    """The number of the type that the other ranks raise, and its text."""
+    number = next(i for i, kind in enumerate(_RAISED) if isinstance(problem, kind))
+    text = str(problem)
+    return number, text if type(problem) is _RAISED[number] else f"{type(problem).__name__}: {text}"

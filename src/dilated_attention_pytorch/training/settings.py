@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from dilated_attention_pytorch.checks import as_number
 from dilated_attention_pytorch.integers import as_integer
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.training.files import KINDS
@@ -17,7 +20,10 @@ _FREE = ("every", "keep", "sequence_ranks")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """Every setting of a run. Counts of windows are those of all ranks together."""
+    """Every setting of a run. Counts of windows are those of all ranks together.
+
+    NumPy's numbers are converted to Python's, and paths to strings.
+    """
 
     model: LongNetConfig
     context: int
@@ -43,19 +49,29 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         for name in ("context", "steps", "batch", "accumulate", "evaluate_every", "sequence_ranks", "every", "keep"):
-            as_integer(name, getattr(self, name), 1)
+            self._store(name, as_integer(name, getattr(self, name), 1))
         for name in ("warm_up", "evaluate_windows"):
-            as_integer(name, getattr(self, name), 0)
-        if not 0 <= as_integer("seed", self.seed) < 2**63:
+            self._store(name, as_integer(name, getattr(self, name), 0))
+        self._store("seed", as_integer("seed", self.seed))
+        self._store("data", _paths(self.data))
+        if not isinstance(self.model, LongNetConfig):
+            raise TypeError(
+                f"model must be a LongNetConfig, got {type(self.model).__name__}; write LongNetConfig.preset(...)"
+            )
+        if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
         for name, low, high in (
             ("learning_rate", 0.0, math.inf), ("last_rate", 0.0, 1.0), ("weight_decay", 0.0, math.inf),
             ("clip", 0.0, math.inf), ("held_out", 0.0, 0.5),
         ):  # fmt: skip
-            if not low <= getattr(self, name) <= high or not math.isfinite(getattr(self, name)):
+            self._store(name, _number(name, getattr(self, name)))
+            if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} must be a number from {low:g} to {high:g}, got {getattr(self, name)}")
         if self.clip == 0.0:
             raise ValueError("clip must be greater than 0, got 0.0; use a large number to clip nothing")
+        if isinstance(self.betas, str) or not isinstance(self.betas, Iterable):
+            raise TypeError(f"betas must be two numbers from 0 to below 1, got {self.betas!r}")
+        self._store("betas", tuple(_number("betas", beta) for beta in self.betas))
         if not all(0.0 <= beta < 1.0 for beta in self.betas) or len(self.betas) != 2:
             raise ValueError(f"betas must be two numbers from 0 to below 1, got {self.betas}")
         if self.batch % self.accumulate:
@@ -64,6 +80,9 @@ class TrainSettings:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.kind not in ("auto", *KINDS):
             raise ValueError(f"kind must be one of auto, {', '.join(KINDS)}, got {self.kind!r}")
+
+    def _store(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, from 0 on: it grows in the warm-up, and then falls along a cosine.
@@ -95,3 +114,27 @@ class TrainSettings:
                 f"{folder} holds a run with other settings: {', '.join(different)}; use the settings of that run, or "
                 "another folder"
             )
+
+
+def _number(name: str, value: Any) -> float:
+    """A finite number as Python's float."""
+    number = None if isinstance(value, bool) else as_number(name, value)
+    if number is None:
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(
+            f"{name} must be a number that a float can hold, got an integer of {number.bit_length()} bits"
+        ) from None
+
+
+def _paths(data: Any) -> tuple[str, ...]:
+    """Files and folders as strings."""
+    if isinstance(data, str | Path) or not isinstance(data, Iterable):
+        raise TypeError(f"data must be a tuple of files and folders, got {data!r}; write data=({str(data)!r},)")
+    paths = tuple(data)
+    for path in paths:
+        if not isinstance(path, str | Path):
+            raise TypeError(f"data must be a tuple of files and folders, got {path!r} in it")
+    return tuple(map(str, paths))

@@ -1,0 +1,56 @@
+"""A lock on the folder of a run, so that two processes do not write into it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+
+from dilated_attention_pytorch.training.checkpoint import SaveError
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # not POSIX
+    fcntl = None
+
+_NAME = "run.lock"
+
+
+class FolderLock:
+    """A lock that the kernel releases when the process ends. Without ``fcntl``, or on file systems without locks, it does nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder and lock it. Raise a SaveError if another run has locked it."""
+        path = folder / _NAME
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+")
+        except OSError as problem:
+            raise SaveError(
+                f"{folder} could not be written: {problem.strerror or problem}; choose another folder"
+            ) from problem
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            owner = self._file.read().strip()
+            self._file.close()
+            raise SaveError(_sentence(folder, owner)) from None
+        except OSError:  # the file system has no locks
+            return
+        self._file.truncate(0)
+        self._file.write(f"{os.getpid()}\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._file.close()
+
+
+def _sentence(folder: Path, owner: str) -> str:
+    if owner == str(os.getpid()):
+        return f"{folder} is in use by another Trainer of this process; call its close(), or use another folder"
+    return f"{folder} is in use by another run, process {owner or 'unknown'}; wait until it ends, or use another folder"
