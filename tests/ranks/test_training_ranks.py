@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention_pytorch.training import LossError, SaveError, Trainer, TrainSettings
+from dilated_attention_pytorch.training import DataError, LossError, SaveError, Trainer, TrainSettings
+from dilated_attention_pytorch.training.ranks import TrainRanks
 from training_cases import curve, finish, make_settings, write_text
 
 CPU = torch.device("cpu")
@@ -108,3 +109,41 @@ def refuse(group, settings: TrainSettings, out: Path) -> None:
 
 def test_a_batch_that_ranks_cannot_share(on_ranks, tmp_path):
     on_ranks(2, refuse, make_settings(write_text(tmp_path), accumulate=4), tmp_path / "out")
+
+
+def pass_on(group, kind: type[Exception], raised: type[Exception]) -> None:
+    """Only the first rank fails. The others do not wait for it, and raise the same sentence."""
+    ranks = TrainRanks.make(1, CPU)
+
+    def make() -> int:
+        if ranks.rank == 0:
+            raise kind("utf-8", b"x", 0, 1, "wrong") if kind is UnicodeDecodeError else kind("nothing to read")
+        return 1
+
+    with pytest.raises(kind if ranks.rank == 0 else raised, match="wrong" if kind is UnicodeDecodeError else "^nothing"):
+        ranks.first_then_others(make)
+    assert ranks.first_then_others(lambda: ranks.rank) == ranks.rank
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised"),
+    [
+        (OSError, OSError), (ValueError, ValueError), (TypeError, TypeError), (RuntimeError, RuntimeError),
+        (DataError, DataError), (UnicodeDecodeError, ValueError),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_first_rank_is_raised_by_all(on_ranks, kind, raised):
+    on_ranks(2, pass_on, kind, raised)
+
+
+def go_on_damaged(group, settings: TrainSettings, out: Path) -> None:
+    trainer = Trainer(settings, out, CPU)
+    assert trainer.step == 6
+    trainer.close()
+
+
+def test_ranks_skip_a_damaged_checkpoint(on_ranks, tmp_path):
+    settings = make_settings(write_text(tmp_path))
+    finish(settings, tmp_path / "out")
+    (tmp_path / "out" / "checkpoints" / "step-000000008" / "state.json").write_text('{"format": 1}')
+    on_ranks(2, go_on_damaged, settings, tmp_path / "out")

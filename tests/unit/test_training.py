@@ -19,7 +19,6 @@ import programs
 import training_cases
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.models import LongNetConfig, LongNetDecoder
-from dilated_attention_pytorch.streaming import CheckpointError
 from dilated_attention_pytorch.training import (
     Checkpoints,
     Corpus,
@@ -119,6 +118,7 @@ def test_a_stop_writes_a_checkpoint_of_its_step(tmp_path, text):
         trainer.stop = point.step == 2  # as a handler of signals does: the step in progress is finished
     assert trainer.step == 3
     assert trainer.checkpoints.steps() == [3]
+    trainer.close()
     finish(settings, tmp_path / "out")
     assert curve(tmp_path / "out") == curve(tmp_path / "whole")
 
@@ -240,6 +240,7 @@ def test_a_changed_data_file(tmp_path, text):
     text.write_bytes(content)
     with pytest.raises(DataError, match=r"text\.txt has changed while the run read it"):
         next(points)
+    trainer.close()
     with pytest.raises(DataError, match=r"text\.txt has changed since the run began"):
         Trainer(settings, tmp_path / "out", CPU)
     assert Checkpoints(tmp_path / "out" / "checkpoints", 2).steps() == [2]
@@ -299,7 +300,8 @@ def test_incomplete_folders_are_never_chosen(tmp_path, text):
     data.write_bytes(data.read_bytes()[:-1])
     (checkpoints.path(6) / "state.json").write_text("{")
     assert checkpoints.steps() == [4]
-    finish(settings, tmp_path / "out")
+    with pytest.warns(UserWarning, match="The run uses .*step-000000004"):
+        finish(settings, tmp_path / "out")
     assert checkpoints.steps() == [4, 6, 8]
     assert [path.name for path in folder.glob(".*")] == []
     finish(settings, tmp_path / "whole")
@@ -310,16 +312,6 @@ def test_at_most_k_checkpoints(tmp_path, text):
     for keep in (1, 3):
         trainer = finish(make_settings(text, keep=keep, every=1), tmp_path / f"{keep}")
         assert trainer.checkpoints.steps() == list(range(9 - keep, 9))
-
-
-def test_a_damaged_checkpoint_says_so(tmp_path, text):
-    settings = make_settings(text)
-    finish(settings, tmp_path / "out")
-    path = Checkpoints(tmp_path / "out" / "checkpoints", 2).path(8)
-    state = json.loads((path / "state.json").read_text())
-    (path / ".metadata").write_bytes(b"x" * state["files"][".metadata"])
-    with pytest.raises(CheckpointError, match=r"step-000000008 could not be read: .*delete it to go on"):
-        Trainer(settings, tmp_path / "out", CPU)
 
 
 def test_the_log_is_cut_off_behind_a_step(tmp_path):

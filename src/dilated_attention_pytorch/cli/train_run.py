@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -107,33 +106,31 @@ def reported() -> Iterator[None]:
 def warnings_as_sentences() -> Iterator[None]:
     """Print the text of each warning on standard error, without the file and the line that Python adds."""
     with warnings.catch_warnings(record=True) as found:
-        yield
-    for one in found:
-        typer.echo(f"Warning: {one.message}", err=True)
+        try:
+            yield
+        finally:
+            for one in found:
+                typer.echo(f"Warning: {one.message}", err=True)
 
 
 def _check_targets(options: TrainOptions) -> None:
     """Raise an OSError before the run if a result could not be written. Only the first rank writes results."""
     if os.environ.get("RANK", "0") != "0":
         return
-    if options.json not in (None, "-"):
-        check_writable(Path(str(options.json)))
-    picture = options.out / "loss.png"
-    if not options.no_plot and options.out.is_dir():
-        check_writable(picture)
+    targets = [] if options.no_plot else [options.out / "loss.png"]
+    if options.json is not None and options.json != "-":
+        targets.append(Path(options.json))
+    for path in targets:
+        if options.out.exists() or path.parent.absolute() != options.out.absolute():  # the run makes its folder
+            check_writable(path)
 
 
 def check_writable(path: Path) -> None:
     """Raise an OSError if a file of this name could not be written. Its content does not change."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        unfinished.write_bytes(b"")
-    finally:
-        unfinished.unlink(missing_ok=True)
-    if path.exists():
-        path.open("ab").close()
+    new = not path.exists()
+    path.open("ab").close()
+    if new:
+        path.unlink()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 """Checkpoints of a run: complete, or not there.
 
 A checkpoint is a folder of torch.distributed.checkpoint with one more file, ``state.json``, which has the size and the hash
-of each of the others. A folder whose files differ from them is damaged and is not used. A checkpoint is written under a name that
-begins with a dot, made durable, and renamed. A process that ends at any moment leaves the checkpoints before it complete.
+of each of the others. A folder whose files differ from them is damaged and is not used.
+
+A checkpoint is written under a name that begins with a dot, made durable, and renamed. A process that ends at any moment
+leaves the checkpoints before it complete.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ class Checkpoints:
         self._intact: dict[int, bool] = {}  # of the steps whose hashes were compared
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, ascending. Sizes are compared, and hashes only by ``newest`` and ``load``."""
+        """The steps of the complete checkpoints, ascending. Only ``newest`` and ``load`` compare hashes, which takes longer."""
         return [
             step for step in self._found() if self._intact.get(step, True) and self._problem(step, hashes=False) is None
         ]
@@ -131,8 +133,8 @@ class Checkpoints:
                 warnings.warn(f"damaged checkpoints are not used: {names}. The run uses {self.path(chosen)}.", stacklevel=2)
         elif damaged:
             raise CheckpointError(
-                f"every checkpoint is damaged: {names}. Restore one of them from a copy, or delete these folders to begin at "
-                "step 0."
+                f"every checkpoint is damaged: {names}. Restore one of them from a copy, or delete these folders to begin "
+                "at step 0."
             )
         return chosen
 
@@ -239,7 +241,7 @@ class Checkpoints:
         With ``together=False`` one rank fills whole tensors, and the others do not take part.
         """
         path = self.path(step)
-        if step not in self._intact:
+        if not self._intact.get(step, False):
             error = self._problem(step, hashes=True) if not together or _first_rank() else None
             error = _agree(error) if together else error
             if error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import ModuleType
@@ -18,14 +19,17 @@ _NAME = "run.lock"
 
 
 class FolderLock:
-    """A lock that the kernel releases when the process ends. Without ``fcntl``, or on file systems without locks, it does nothing."""
+    """A lock that the kernel releases when the process ends.
+
+    It does nothing where ``fcntl`` is missing, and on file systems without locks.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Make the folder and lock it. Raise a SaveError if another run has locked it."""
         path = folder / _NAME
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+")
+            self._file = path.open("a+b", buffering=0)
         except OSError as problem:
             raise SaveError(
                 f"{folder} could not be written: {problem.strerror or problem}; choose another folder"
@@ -36,14 +40,14 @@ class FolderLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.seek(0)
-            owner = self._file.read().strip()
+            owner = self._file.read().decode(errors="replace").strip()
             self._file.close()
             raise SaveError(_sentence(folder, owner)) from None
         except OSError:  # the file system has no locks
             return
-        self._file.truncate(0)
-        self._file.write(f"{os.getpid()}\n")
-        self._file.flush()
+        with contextlib.suppress(OSError):  # a full disk; the number is only for the sentence
+            self._file.truncate(0)
+            self._file.write(b"%d\n" % os.getpid())
 
     def close(self) -> None:
         """Release the lock."""

@@ -125,7 +125,7 @@ def _number(name: str, value: Any) -> float:
         return float(number)
     except OverflowError:
         raise ValueError(
-            f"{name} must be a number that a float can hold, got an integer of {number.bit_length()} bits"
+            f"{name} must be a number that a float can hold, got a larger integer; use a smaller one"
         ) from None
 
 
