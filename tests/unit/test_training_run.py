@@ -89,8 +89,6 @@ def test_a_changed_bit_is_found(done, name):
     flip(out / "checkpoints" / "step-000000004" / name)
     with pytest.raises(CheckpointError, match=rf"step-000000004 is damaged: the content of {name} has changed"):
         Checkpoints(out / "checkpoints", 2).load(4, {})
-    with pytest.raises(CheckpointError, match="is damaged"):
-        load_decoder(out, CPU)
     with pytest.warns(UserWarning, match=rf"step-000000004 \(the content of {name} has changed\)"):
         trainer = Trainer(settings, out, CPU)
     assert trainer.checkpoints.last() == out / "checkpoints" / "step-000000002"

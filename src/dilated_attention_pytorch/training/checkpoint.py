@@ -90,7 +90,7 @@ class Checkpoints:
         self._intact: dict[int, bool] = {}  # of the steps whose hashes were compared
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, ascending. Only ``newest`` and ``load`` compare hashes, which takes longer."""
+        """The steps of the complete checkpoints, ascending. Only ``newest`` and ``load`` compare hashes."""
         return [
             step for step in self._found() if self._intact.get(step, True) and self._problem(step, hashes=False) is None
         ]
