@@ -172,8 +172,9 @@ class Checkpoints:
             raise CheckpointError(
                 f"{path} is the state of step {state['step']}, and the folder has the name of step {step}"
             )
-        if not isinstance(state["settings"].get("model"), dict):
-            raise CheckpointError(f"{path} is not complete: the settings must have a model")
+        settings = state["settings"]
+        if not (isinstance(settings.get("model"), dict) and isinstance(settings.get("kind"), str)):
+            raise CheckpointError(f"{path} is not complete: the settings must have a model and a kind of tokens")
         return state
 
     def prepare(self) -> None:
