@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 import model_oracle
 from dilated_attention_pytorch import ImageConfig, LongNetConfig, LongViT
 
+pytestmark = pytest.mark.slow
+
 ENCODER = LongNetConfig(
     embed_dim=16, num_layers=2, num_heads=4, ffn_dim=24, segment_lengths=(4, 16), dilation_rates=(1, 2),
     offsets="blocked", torchscale_padding=True, positions="none", final_norm=False,

@@ -18,6 +18,8 @@ import oracle
 from dilated_attention_pytorch import Hilbert, LongNetConfig, Order, SlideConfig, SlideEncoder
 from dilated_attention_pytorch.models.slide_batch import grid_positions
 
+pytestmark = pytest.mark.slow
+
 ENCODER = LongNetConfig(
     embed_dim=16, num_layers=2, num_heads=4, ffn_dim=24, segment_lengths=(8, 20, 64), dilation_rates=(1, 2, 4),
     offsets="blocked", torchscale_padding=True, positions="none", dropout=0.25, drop_path=0.1,

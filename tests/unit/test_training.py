@@ -36,6 +36,8 @@ from dilated_attention_pytorch.training.data import IGNORED, batch_of
 from dilated_attention_pytorch.training.log import TrainLog
 from training_cases import curve, finish, make_settings, write_text
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "drop_path": 0.1}
 MODULES = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp")
@@ -145,8 +147,7 @@ def test_dropout_is_drawn_anew_in_each_step_and_microbatch(tmp_path, text):
 @pytest.mark.slow
 def test_kill_at_operations_on_files(tmp_path, text):
     """SIGKILL at the 1st, 3rd, 6th, ... operation on a file of the run after each start: a walk through all of saving."""
-    settings = make_settings(text, {"dropout": 0.2}, accumulate=2, every=1)
-    finish(settings, tmp_path / "whole")
+    assert start("cases.finish(settings, out)", tmp_path / "whole") == 0
     out = tmp_path / "out"
     killed, done = 0, 0
     for number in (1, 3, 6, 10, 15, 21, 28, 36, 10**9):
@@ -162,8 +163,7 @@ def test_kill_at_operations_on_files(tmp_path, text):
 
 @pytest.mark.slow
 def test_kill_at_random_moments(tmp_path, text):
-    settings = make_settings(text, {"dropout": 0.2}, accumulate=2, every=1)
-    finish(settings, tmp_path / "whole")
+    assert start("cases.finish(settings, out)", tmp_path / "whole") == 0
     out = tmp_path / "out"
     begin = time.monotonic()
     start("", out)  # imports only
@@ -205,7 +205,7 @@ for point in trainer.run():
     assert [path.name for path in sorted((out / "checkpoints").iterdir())] == ["step-000000002", "step-000000003"]
     settings = make_settings(text, {"dropout": 0.2}, accumulate=2, every=1)
     finish(settings, out)
-    finish(settings, tmp_path / "whole")
+    assert start("cases.finish(settings, out)", tmp_path / "whole") == 0
     assert curve(out) == curve(tmp_path / "whole")
 
 

@@ -19,6 +19,8 @@ from dilated_attention_pytorch.training.data import IGNORED, Corpus, split
 from dilated_attention_pytorch.training.files import DataError, list_files
 from dilated_attention_pytorch.training.score import trained_kind
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MODEL = LongNetConfig(
     num_layers=1, embed_dim=8, num_heads=1, ffn_dim=8, vocab_size=256, segment_lengths=(8,), dilation_rates=(1,)

@@ -22,6 +22,8 @@ from dilated_attention_pytorch.training import Checkpoints, SaveError, Trainer, 
 from dilated_attention_pytorch.training.costs import peak_memory
 from training_cases import curve, finish, make_settings, write_text
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SOURCES = Path(dilated_attention_pytorch.__file__).parents[1]
 
