@@ -1,10 +1,10 @@
-"""Does a longer context help? Bits per base of another strain of E. coli, by the context of training.
+"""Does a longer context help? Bits per base of a held-out region of human chromosome X, by the context of training.
 
-Decoders that differ only in context and pattern are trained on E. coli 536 and evaluated on E. coli K-12, which they have
-not seen. Every run reads the same number of tokens in the same number of steps: a step has 1,048,576 tokens, which are 512
-windows of 2,048 or one window of a million. The dilated patterns have segments of 2048 * 4**i with rates 4**i, and a last
-segment of the whole context with 2,048 keys. Dense attention is one segment with rate 1, at 16,384 tokens. At 2,048 tokens
-both are the same. All runs evaluate the same bases, in windows of their context. `make data` fetches the genomes.
+Decoders that differ only in context and pattern are trained on the first 15/16 of the chromosome. The rest is held out.
+Every run reads the same number of tokens in the same number of steps. A step has 1,048,576 tokens, which are 512 windows of
+2,048 or one window of a million. The dilated patterns have segments of 2048 * 4**i with rates 4**i, and a last segment of
+the whole context with 2,048 keys. Dense attention is one segment with rate 1, at 16,384 tokens. At 2,048 tokens both are the
+same. All runs evaluate the same bases, the last 4,194,304, in windows of their context. `make data` fetches the chromosome.
 
 With --minutes, a few steps of every case are timed, and all runs together get the number of steps that fits into that time.
 Results are written after each run. Runs that the file of --out already has are not repeated, with its number of steps.
@@ -25,11 +25,12 @@ import torch
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch.models import LongNetConfig
-from dilated_attention_pytorch.training import Corpus, Trainer, TrainSettings, read_log
+from dilated_attention_pytorch.training import Trainer, TrainSettings, read_log
 from dilated_attention_pytorch.training.data import IGNORED, batch_of
 
 FIRST = 2048  # tokens of the shortest segment, and keys of a row in every branch
-TIMED, RESERVE = 3, 0.85  # steps that are timed; the share of the remaining time that is planned
+HELD_OUT = 1 / 16  # the share of the tokens, at the end, that is not trained on
+TIMED, RESERVE = 3, 0.88  # steps that are timed; the share of the remaining time that is planned
 
 
 def pattern(context: int, first: int, dense: bool) -> dict[str, tuple[int, ...]]:
@@ -51,23 +52,25 @@ def settings(case: dict, options: argparse.Namespace, steps: int, seed: int) -> 
         ffn_dim=4 * options.width, vocab_size=5, checkpoint_layers=options.recompute, **branches,
     )  # fmt: skip
     return TrainSettings(
-        model=model, context=context, steps=steps, data=(str(options.train),), batch=options.step_tokens // context,
-        learning_rate=options.lr, warm_up=steps // 20 + 1, weight_decay=0.1, seed=seed, held_out=0.0, every=10**9, keep=1,
+        model=model, context=context, steps=steps, data=(str(options.data),), batch=options.step_tokens // context,
+        learning_rate=options.lr, warm_up=steps // 20 + 1, weight_decay=0.1, seed=seed, held_out=HELD_OUT, evaluate_every=10**9, every=10**9, keep=1,
         dtype="bfloat16" if options.device == "cuda" else "float32",
     )  # fmt: skip
 
 
 @torch.no_grad()
-def evaluate(trainer: Trainer, test: Corpus, most: int) -> dict:
-    """Bits per base of windows of the context over the first bases of the other strain, and of their last halves."""
-    context = trainer.settings.context
-    windows = most // context
+def evaluate(trainer: Trainer, bases: int) -> dict:
+    """Bits per base of windows of the context over the last bases, and of the last halves of the windows."""
+    corpus, context = trainer.corpus, trainer.settings.context
+    windows, first = bases // context, len(corpus) - 1 - bases
+    if first < len(corpus) - round(HELD_OUT * len(corpus)):
+        raise SystemExit(f"{bases} bases are more than the held-out share {HELD_OUT} of {len(corpus)}")
     at_once = max(1, trainer.settings.batch // 2)
     sums = torch.zeros(4, dtype=torch.float64, device=trainer.device)
     trainer.model.eval()
     for i in range(0, windows, at_once):
-        starts = [j * context for j in range(i, min(windows, i + at_once))]
-        tokens, targets = (x.to(trainer.device) for x in batch_of(test, starts, context))
+        starts = [first + j * context for j in range(i, min(windows, i + at_once))]
+        tokens, targets = (x.to(trainer.device) for x in batch_of(corpus, starts, context))
         with torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.settings.dtype == "bfloat16"):
             losses = trainer.model.loss(tokens, targets, reduction="none").double()
         counted = (targets != IGNORED).double()
@@ -78,7 +81,7 @@ def evaluate(trainer: Trainer, test: Corpus, most: int) -> dict:
     return bits | {"bases": int(count), "windows": windows}
 
 
-def train(case: dict, options: argparse.Namespace, steps: int, seed: int, test: Corpus, folder: Path) -> dict:
+def train(case: dict, options: argparse.Namespace, steps: int, seed: int, folder: Path) -> dict:
     """One run, or the time of a few steps if ``steps`` is 0. A folder in --keep goes on where it has stopped."""
     device = torch.device(options.device)
     timed = steps == 0
@@ -95,9 +98,9 @@ def train(case: dict, options: argparse.Namespace, steps: int, seed: int, test: 
     seconds = statistics.median(x["seconds"] for x in lines[1:] or lines)
     if timed:
         begin = time.monotonic()
-        evaluate(trainer, test, options.test_bases)
+        evaluate(trainer, options.test_bases)
         return case | {"step_s": seconds, "evaluate_s": time.monotonic() - begin}
-    return case | evaluate(trainer, test, options.test_bases) | {
+    return case | evaluate(trainer, options.test_bases) | {
         "seed": seed,
         "steps": steps,
         "tokens": steps * options.step_tokens,
@@ -132,8 +135,7 @@ def summary(runs: list[dict]) -> list[dict]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=Path, default=Path("data/NC_008253.fna.gz"))
-    parser.add_argument("--test", type=Path, default=Path("data/MG1655-K12.fasta.gz"))
+    parser.add_argument("--data", type=Path, default=Path("data/hs37chrXtrunc.fa.gz"))
     parser.add_argument("--minutes", type=float, help="the time for all runs together")
     parser.add_argument("--steps", type=int, help="steps of a run, instead of --minutes")
     parser.add_argument("--contexts", default="2048,16384,131072,1048576")
@@ -143,8 +145,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=FIRST, help="the shortest segment")
     parser.add_argument("--test-bases", type=int, default=4 * 2**20, help="a multiple of every context")
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--recompute", action="store_true", help="compute activations again in the backward")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--keep", type=Path, help="a folder that keeps the last checkpoint of every run")
@@ -152,7 +154,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if (options.minutes is None) == (options.steps is None):
         parser.error("give either --minutes or --steps")
-    options.train, options.test = options.train.absolute(), options.test.absolute()
+    options.data = options.data.absolute()
     return options
 
 
@@ -165,11 +167,10 @@ def main() -> None:
     runs, timings, steps = earlier.get("runs", []), earlier.get("timings", []), options.steps or earlier.get("steps")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        test = Corpus.of([options.test], folder)
         if steps is None:
             timings = []
             for case in cases:
-                timings.append(train(case, options, 0, 0, test, folder))
+                timings.append(train(case, options, 0, 0, folder))
                 print(json.dumps(timings[-1]), flush=True)
             left = RESERVE * (end - time.monotonic()) - options.seeds * sum(x["evaluate_s"] for x in timings)
             steps = int(left / options.seeds / sum(x["step_s"] for x in timings))
@@ -186,7 +187,7 @@ def main() -> None:
                 if options.minutes and time.monotonic() + steps * step_s > end:
                     print(f"left out for now: {case}, seed {seed}; the same command goes on", flush=True)
                     continue
-                runs.append(train(case, options, steps, seed, test, folder))
+                runs.append(train(case, options, steps, seed, folder))
                 print(json.dumps({key: value for key, value in runs[-1].items() if key != "curve"}), flush=True)
                 report = {
                     "command": "python benchmarks/context_helps.py",
@@ -194,7 +195,7 @@ def main() -> None:
                     "torch": torch.__version__,
                     "library": dilated_attention_pytorch.__version__,
                     "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
-                    "train": options.train.name, "test": options.test.name, "steps": steps, "timings": timings,
+                    "data": options.data.name, "steps": steps, "timings": timings,
                     "step_tokens": options.step_tokens, "width": options.width, "layers": options.layers,
                     "learning_rate": options.lr, "summary": summary(runs), "runs": runs,
                 }  # fmt: skip
