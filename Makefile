@@ -5,7 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo data quick test check format bench test-gpu test-machine-code clean
+# The oldest supported transformers and its own dependencies, in a folder that comes first on the path.
+OLDEST_TRANSFORMERS := $(VENV)/transformers-5.17.0
+
+.PHONY: help demo data quick test check format bench test-gpu test-hf test-machine-code clean
 help:
 	@echo "make demo      run dilated attention on a real text, next to dense attention"
 	@echo "make quick     run the tests for before a commit, in less than 3 minutes on 2 cores"
@@ -14,6 +17,7 @@ help:
 	@echo "make format    let ruff format and fix the sources"
 	@echo "make bench     measure on this machine's CPU; ARGS=\"--out FILE\" writes the results"
 	@echo "make test-gpu  run the GPU tests with the python3 that holds torch, without installing"
+	@echo "make test-hf   run the tests of transformers with its oldest supported and its newest version"
 	@echo "make test-machine-code  compare the kernels' machine code with the numbers of the pinned Triton"
 	@echo "make data      fetch the genomes of benchmarks into data/, 29 MB of a download of 97 MB"
 	@echo "make clean     delete the virtual environment"
@@ -31,6 +35,14 @@ quick: $(INSTALLED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+
+$(OLDEST_TRANSFORMERS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ transformers==5.17.0
+	@touch $@
+
+test-hf: $(INSTALLED) $(OLDEST_TRANSFORMERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/hf $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(OLDEST_TRANSFORMERS) $(BIN)/python -m pytest -n 2 tests/hf $(ARGS)
 
 test-machine-code: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m machine_code $(ARGS)

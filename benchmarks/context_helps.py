@@ -3,8 +3,8 @@
 Decoders that differ only in context and pattern are trained on the first 15/16 of the chromosome. The rest is held out.
 Every run reads the same number of tokens in the same number of steps. A step has 1,048,576 tokens, which are 512 windows of
 2,048 or one window of a million. The dilated patterns have segments of 2048 * 4**i with rates 4**i, and a last segment of
-the whole context with 2,048 keys. Dense attention is one segment with rate 1, at 16,384 tokens. At 2,048 tokens both are the
-same. All runs evaluate the same bases, the last 4,194,304, in windows of their context. `make data` fetches the chromosome.
+the whole context with 2,048 keys. Dense attention is one segment with rate 1, at 16,384 tokens. At 2,048 tokens both are
+the same. All runs evaluate the last 4,194,304 bases, in windows of their context. `make data` fetches the chromosome.
 
 With --minutes, a few steps of every case are timed, and all runs together get the number of steps that fits into that time.
 Results are written after each run. Runs that the file of --out already has are not repeated, with its number of steps.
@@ -53,7 +53,8 @@ def settings(case: dict, options: argparse.Namespace, steps: int, seed: int) -> 
     )  # fmt: skip
     return TrainSettings(
         model=model, context=context, steps=steps, data=(str(options.data),), batch=options.step_tokens // context,
-        learning_rate=options.lr, warm_up=steps // 20 + 1, weight_decay=0.1, seed=seed, held_out=HELD_OUT, evaluate_every=10**9, every=10**9, keep=1,
+        learning_rate=options.lr, warm_up=steps // 20 + 1, weight_decay=0.1, seed=seed, held_out=HELD_OUT,
+        evaluate_every=10**9, every=10**9, keep=1,
         dtype="bfloat16" if options.device == "cuda" else "float32",
     )  # fmt: skip
 
