@@ -19,7 +19,7 @@ from pathlib import Path
 import dilated_attention_pytorch
 from dilated_attention_pytorch import BlockSparse, DistributedSparseConfig, SparsePatternConfig
 from dilated_attention_pytorch.distributed import Shards
-from dilated_attention_pytorch.distributed.rank_plans import named_blocks
+from dilated_attention_pytorch.distributed.listed_shards import named_blocks
 from dilated_attention_pytorch.distributed.schedules import BlockSchedule, blocks_of, positions_read
 
 ROOT = Path(__file__).parents[1]

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 import block_oracle
 from block_cases import SIZE, config
 from dilated_attention_pytorch import BlockSparse, DistributedSparseConfig, SparsePatternConfig, attention
-from dilated_attention_pytorch.distributed import Shards, rank_plans
+from dilated_attention_pytorch.distributed import Shards, listed_shards
 from dilated_attention_pytorch.distributed.cost import block_traffic
-from dilated_attention_pytorch.distributed.rank_plans import listed_sequences, static_block_plan
+from dilated_attention_pytorch.distributed.listed_shards import listed_sequences
+from dilated_attention_pytorch.distributed.rank_plans import static_block_plan
 from dilated_attention_pytorch.plan.problem import BlockRule, Problem
 
 LAYOUTS = st.sampled_from(["contiguous", "zigzag"])
@@ -319,7 +320,7 @@ def test_module_without_a_group():
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_rank_plans_the_documents_it_holds(kind, is_causal, layout, monkeypatch):
     """Of packed documents, a rank has those that it holds, read as each alone. Bounds are the same on all ranks."""
-    monkeypatch.setattr(rank_plans, "_ENTRIES", 20)  # lists are made in several calls
+    monkeypatch.setattr(listed_shards, "_ENTRIES", 20)  # lists are made in several calls
     shards, cuts = Shards.of([33, 20, 0, 64, 31, 5], layout), (0, 40, 40, 50, 140, 153)
     pattern = BlockSparse.from_config(config(kind, 0.3))
     rule, world = BlockRule(SIZE, pattern.config), shards.world_size

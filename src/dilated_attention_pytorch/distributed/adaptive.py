@@ -21,9 +21,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.distributed.listed_shards import ListedShards, read_by, sharing
 from dilated_attention_pytorch.distributed.means import HeldSequence, held_sequences
 from dilated_attention_pytorch.distributed.messages import Message
-from dilated_attention_pytorch.distributed.rank_plans import ListedShards, read_by, sharing
 from dilated_attention_pytorch.distributed.schedules import BlockSchedule, Ranges, blocks_of, joined
 from dilated_attention_pytorch.distributed.wire import Parcel, Wire
 from dilated_attention_pytorch.dtypes import accumulate_dtype

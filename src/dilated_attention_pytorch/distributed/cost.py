@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from dilated_attention_pytorch.call import Call
 from dilated_attention_pytorch.distributed.heads import heads_of, received_bytes, why_not_heads
+from dilated_attention_pytorch.distributed.listed_shards import listed_span
 from dilated_attention_pytorch.distributed.means import MeanBytes, mean_bytes
 from dilated_attention_pytorch.distributed.messages import RankPlan, SequenceShards
-from dilated_attention_pytorch.distributed.rank_plans import listed_span
 from dilated_attention_pytorch.distributed.schedules import BlockSchedule
 from dilated_attention_pytorch.distributed.traffic import RankTraffic, dilated_traffic, is_one_sequence
 from dilated_attention_pytorch.dtypes import accumulate_dtype
