@@ -15,16 +15,14 @@ from dilated_attention_pytorch import LongNetConfig, LongNetDecoder
 from dilated_attention_pytorch.models import generation
 from dilated_attention_pytorch.models.generation import Decoding
 from dilated_attention_pytorch.models.sampling import Sampling
+from model_cases import SIZES
 
 VOCABULARY = 11
 
 
 def make(**changes):
     """A decoder in float64 with segments of 4 and 12 positions, and every parameter perturbed."""
-    sizes = {
-        "embed_dim": 16, "num_layers": 2, "num_heads": 4, "ffn_dim": 24, "segment_lengths": (4, 12),
-        "dilation_rates": (1, 3), "vocab_size": VOCABULARY, "tie_embeddings": False,
-    }  # fmt: skip
+    sizes = SIZES | {"vocab_size": VOCABULARY, "tie_embeddings": False}
     torch.manual_seed(5)
     model = LongNetDecoder(LongNetConfig(**sizes | changes), dtype=torch.float64)
     model_oracle.perturb(model)

@@ -8,15 +8,7 @@ import pytest
 
 from dilated_attention_pytorch import Dilated, LongNetConfig, LongNetDecoder, LongNetEncoder
 from dilated_attention_pytorch.models.presets import PRESETS
-
-GOOD = {
-    "embed_dim": 16,
-    "num_layers": 2,
-    "num_heads": 4,
-    "ffn_dim": 24,
-    "segment_lengths": (4, 12),
-    "dilation_rates": (1, 3),
-}
+from model_cases import SIZES
 
 
 @pytest.mark.parametrize(
@@ -55,11 +47,12 @@ GOOD = {
 )
 def test_every_field_is_checked(changes, error):
     with pytest.raises((ValueError, TypeError), match=error):
-        LongNetConfig(**GOOD | changes)
+        LongNetConfig(**SIZES | changes)
 
 
 def test_json_gives_the_same_configuration_back():
-    config = LongNetConfig(**GOOD | {"offsets": [0, 1, 2, 0], "dropout": 0.1, "num_kv_heads": 4, "checkpoint_layers": True})
+    changes = {"offsets": [0, 1, 2, 0], "dropout": 0.1, "num_kv_heads": 4, "checkpoint_layers": True}
+    config = LongNetConfig(**SIZES | changes)
     again = LongNetConfig.from_json(config.to_json())
     assert again == config
     assert hash(again) == hash(config)
@@ -70,11 +63,11 @@ def test_json_gives_the_same_configuration_back():
 
 def test_fields_that_are_unknown_or_missing_are_listed():
     with pytest.raises(ValueError, match="LongNetConfig has no fields width, layers; its fields are embed_dim, num_layers"):
-        LongNetConfig.from_dict(GOOD | {"width": 3, "layers": 4})
+        LongNetConfig.from_dict(SIZES | {"width": 3, "layers": 4})
     with pytest.raises(ValueError, match="has no fields width"):
-        LongNetConfig(**GOOD).replace(width=3)
+        LongNetConfig(**SIZES).replace(width=3)
     with pytest.raises(ValueError, match="missing: num_heads, dilation_rates"):
-        LongNetConfig.from_dict({name: GOOD[name] for name in ("embed_dim", "num_layers", "ffn_dim", "segment_lengths")})
+        LongNetConfig.from_dict({name: SIZES[name] for name in ("embed_dim", "num_layers", "ffn_dim", "segment_lengths")})
     with pytest.raises(TypeError, match="a dictionary of its fields, got list"):
         LongNetConfig.from_json("[]")
     with pytest.raises(ValueError, match="must be JSON"):

@@ -14,16 +14,9 @@ import model_oracle
 from dilated_attention_pytorch import Hilbert, LongNetConfig, LongNetDecoder, LongNetEncoder, Order
 from dilated_attention_pytorch.models import decoder as decoder_module
 from dilated_attention_pytorch.models.layers import FeedForward
+from model_cases import SIZES
 
 DATA = Path(__file__).parents[1] / "data"
-SIZES = {
-    "embed_dim": 16,
-    "num_layers": 2,
-    "num_heads": 4,
-    "ffn_dim": 24,
-    "segment_lengths": (4, 12),
-    "dilation_rates": (1, 3),
-}
 
 
 def make(kind=LongNetEncoder, **changes):

@@ -11,17 +11,18 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.demo import choose_device
+from dilated_attention_pytorch.cli.progress import show_progress
 from dilated_attention_pytorch.cli.streams import interruptible
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.streaming import (
@@ -38,7 +39,6 @@ _TOKENS = {"cpu": 131_072, "cuda": 1_000_000_000}
 _CHUNK = {"cpu": 8192, "cuda": 2**18}
 _DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 _PICTURES = (".png", ".svg")
-_LINE_S = 2.0  # the shortest time between two lines of progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,13 @@ def _run(options: StreamOptions) -> None:
     run = _make(settings, options.checkpoint)
     console = Console(highlight=False, stderr=options.json == "-")
     saving_s, interrupted = 0.0, False
+    progress = show_progress(console, settings.tokens, "{:,} tokens", quiet=options.quiet)
+    describe = _texts(settings.tokens)
     try:
-        with interruptible(), _progress(console, settings.tokens, options.quiet) as report:
+        with interruptible(), progress as report:
             saved = time.monotonic()
             for point in run.run():
-                report(point)
+                report(point.position, partial(describe, point))
                 if options.checkpoint is not None and time.monotonic() - saved >= options.every:
                     saving_s += _save(run, options.checkpoint)
                     saved = time.monotonic()
@@ -203,37 +205,19 @@ def _save(run: Stream, path: Path) -> float:
     return time.perf_counter() - start
 
 
-@contextlib.contextmanager
-def _progress(console: Console, tokens: int, quiet: bool) -> Iterator[Callable[[StreamPoint], None]]:
-    """Show a bar on a terminal that can redraw lines, else lines on standard error. The yielded function takes a point."""
-    if quiet:
-        yield lambda point: None
-        return
+def _texts(tokens: int) -> Callable[[StreamPoint], str]:
+    """A function that describes a point: the rate since the last one that it described, the time left, and the memory."""
     before = StreamPoint(0, 0.0, 0)
-    printed = 0.0
 
-    def texts(point: StreamPoint) -> tuple[str, str, str]:
+    def text(point: StreamPoint) -> str:
         nonlocal before
         done, seconds = point.position - before.position, point.seconds - before.seconds
         left = (tokens - point.position) * point.seconds / point.position
         before = point
-        return f"{done / seconds if seconds > 0 else 0:,.0f} tokens/s", f"{left:,.0f} s left", _mib(point.memory_bytes)
+        rate = done / seconds if seconds > 0 else 0
+        return f"{rate:,.0f} tokens/s, {left:,.0f} s left, {_mib(point.memory_bytes)}"
 
-    if not console.is_terminal or console.is_dumb_terminal:
-        plain = Console(stderr=True, soft_wrap=True, highlight=False)
-
-        def line(point: StreamPoint) -> None:
-            nonlocal printed
-            if time.monotonic() - printed >= _LINE_S or point.position == tokens:
-                printed = time.monotonic()
-                plain.print(f"{point.position / tokens:4.0%}  {point.position:,} tokens, {', '.join(texts(point))}")
-
-        yield line
-        return
-    columns = BarColumn(None), TaskProgressColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, expand=True, transient=True) as bar:
-        task = bar.add_task("", total=tokens)
-        yield lambda point: bar.update(task, completed=point.position, description=", ".join(texts(point)))
+    return text
 
 
 def _mib(size: int) -> str:

@@ -11,6 +11,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -18,11 +19,11 @@ from typing import Any, NoReturn
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.demo import choose_device
+from dilated_attention_pytorch.cli.progress import show_progress
 from dilated_attention_pytorch.cli.train_options import TrainOptions
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.streaming import CheckpointError
@@ -37,7 +38,6 @@ from dilated_attention_pytorch.training import (
 )
 from dilated_attention_pytorch.training.files import VOCABULARIES, kind_of, list_files
 
-_LINE_S = 2.0  # the shortest time between two lines of progress
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 # What a minute is enough for on two slow CPU cores, and a start for one GPU.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -67,9 +67,11 @@ def run_training(options: TrainOptions) -> None:
         console = Console(highlight=False, stderr=options.json == "-", quiet=not first)
         start = trainer.step
         quiet = options.quiet or not first
-        with stopped_by_signals(trainer) as received, _progress(console, settings.steps, quiet) as report:
+        progress = show_progress(console, settings.steps, "step {:,}", quiet=quiet)
+        describe = _texts(settings.steps)
+        with stopped_by_signals(trainer) as received, progress as report:
             for point in trainer.run():
-                report(point)
+                report(point.step, partial(describe, point))
         trainer.close()
         if not first:
             raise typer.Exit(_CODES[received[0]] if received else 0)
@@ -204,13 +206,9 @@ def _integers(name: str, text: str) -> tuple[int, ...]:
         raise ValueError(f"{name} must be integers separated by commas, such as 2048,8192, got {text!r}") from None
 
 
-@contextlib.contextmanager
-def _progress(console: Console, steps: int, quiet: bool) -> Iterator[Callable[[TrainPoint], None]]:
-    """Show a bar on a terminal that can redraw lines, else lines on standard error. The yielded function takes a point."""
-    if quiet:
-        yield lambda point: None
-        return
-    printed, begin = 0.0, time.monotonic()
+def _texts(steps: int) -> Callable[[TrainPoint], str]:
+    """A function that describes a point of a run that begins now, with the time that the steps after it take."""
+    begin = time.monotonic()
     first: int | None = None
 
     def text(point: TrainPoint) -> str:
@@ -221,21 +219,7 @@ def _progress(console: Console, steps: int, quiet: bool) -> Iterator[Callable[[T
         memory = f"{point.memory_bytes / 2**20:,.0f} MiB"
         return f"loss {point.loss:.4f}, {point.tokens_per_second:,.0f} tokens/s{share}, {memory}, {left:,.0f} s left"
 
-    if not console.is_terminal or console.is_dumb_terminal:
-        plain = Console(stderr=True, soft_wrap=True, highlight=False)
-
-        def line(point: TrainPoint) -> None:
-            nonlocal printed
-            if time.monotonic() - printed >= _LINE_S or point.step == steps:
-                printed = time.monotonic()
-                plain.print(f"{point.step / steps:4.0%}  step {point.step:,}, {text(point)}")
-
-        yield line
-        return
-    columns = BarColumn(None), TaskProgressColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, expand=True, transient=True) as bar:
-        task = bar.add_task("", total=steps)
-        yield lambda point: bar.update(task, completed=point.step, description=text(point))
+    return text
 
 
 def _title(trainer: Trainer) -> str:

@@ -55,13 +55,6 @@ class LongNetModel(Pretrained):
         norm = nn.LayerNorm(config.embed_dim, config.layer_norm_eps, **factory) if config.final_norm else None
         self.layer_norm = norm
 
-    def materialise(self, device: torch.device | str | int | None) -> None:
-        """Draw parameters on this device, or on PyTorch's default device."""
-        device = torch.get_default_device() if device is None else torch.device(device)
-        if device.type != "meta":
-            self.to_empty(device=device)
-            self.reset_parameters()
-
     def reset_parameters(self) -> None:
         """Draw new parameters, as the constructor does."""
         reset_parameters(self, self.config)

@@ -22,7 +22,8 @@ _CLASS = "architecture"
 class Pretrained(nn.Module):
     """A model with a config that can be saved to a folder and loaded from it.
 
-    A subclass takes its config, ``device`` and further options. ``config_type`` has ``to_dict`` and ``from_dict``.
+    A subclass takes its config, ``device`` and further options. ``config_type`` has ``to_dict`` and ``from_dict``. The
+    constructor makes all parameters on the meta device, and ends with ``materialise``.
     """
 
     config_type: Any = LongNetConfig
@@ -30,6 +31,17 @@ class Pretrained(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+
+    def materialise(self, device: torch.device | str | int | None) -> None:
+        """Draw parameters on this device, or on PyTorch's default device."""
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new parameters, as the constructor does."""
+        raise NotImplementedError
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write ``config.json`` and ``model.safetensors``. Each file is complete before it gets its name."""

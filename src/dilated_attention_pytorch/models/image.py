@@ -109,10 +109,7 @@ class LongViT(Pretrained):
         self.model = _ImageBackbone(config, **factory)
         self.fc_norm = nn.LayerNorm(width, **factory)
         self.head = nn.Linear(width, config.num_classes, **factory) if config.num_classes else None
-        device = torch.get_default_device() if device is None else torch.device(device)
-        if device.type != "meta":
-            self.to_empty(device=device)
-            self.reset_parameters()
+        self.materialise(device)
 
     def reset_parameters(self) -> None:
         """Draw new parameters, as the constructor does."""

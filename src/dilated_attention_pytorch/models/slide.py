@@ -119,10 +119,7 @@ class SlideEncoder(Pretrained):
         self.patch_embed = nn.ModuleDict({"proj": nn.Linear(config.in_chans, width, **factory)})
         self.encoder = LongNetEncoder(config.encoder, **factory)
         self.norm = nn.LayerNorm(width, config.norm_eps, **factory)
-        device = torch.get_default_device() if device is None else torch.device(device)
-        if device.type != "meta":
-            self.to_empty(device=device)
-            self.reset_parameters()
+        self.materialise(device)
 
     def reset_parameters(self) -> None:
         """Draw new parameters, as the constructor does."""
