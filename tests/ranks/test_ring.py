@@ -195,6 +195,20 @@ def check_seed(group) -> None:
     torch.testing.assert_close(gather_sequence(dropping.eval()(*parts), group), attention(*q, dropping.pattern))
 
 
+def check_seed_tensors(group) -> None:
+    q = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    pattern, parts, rank = Dilated([16, 64], [1, 2]), [shard_sequence(x, group) for x in q], dist.get_rank(group)
+    for p in (0.0, 0.5):
+        expected = shard_sequence(attention(*q, pattern, dropout_p=p, seed=3), group)
+        for seed in (torch.tensor(3), torch.tensor([3]), torch.tensor(3) if rank else 3):
+            out = attention(*parts, pattern, group=group, dropout_p=p, seed=seed)
+            torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match=r"these differ:\n  seed: 0 on rank 0, 1 on rank 1, 2 on rank 2$"):
+        attention(*parts, pattern, group=group, dropout_p=0.5, seed=torch.tensor(rank))
+    with pytest.raises(ValueError, match=r"seed must be one integer, got a tensor of shape \(2,\)"):
+        attention(*parts, pattern, group=group, dropout_p=0.5, seed=torch.tensor([3, 4]))
+
+
 def check_multihead(group) -> None:
     arguments = (16, 2, [16, 64], [1, 2])
     torch.manual_seed(3)
@@ -225,6 +239,11 @@ def test_module(on_ranks):
 def test_a_seed_that_nobody_gave(on_ranks):
     """It is the first rank's, and drawn again every time."""
     on_ranks(8, check_seed)
+
+
+def test_seeds_that_are_tensors(on_ranks):
+    """Ranks accept a tensor of one integer, as a call on one device does, and compare its value."""
+    on_ranks(3, check_seed_tensors)
 
 
 def test_multihead_module(on_ranks):

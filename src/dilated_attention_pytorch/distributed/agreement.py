@@ -36,10 +36,12 @@ from dilated_attention_pytorch.values import Inputs
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 
 
-# Arguments of a call that are compared, by name. Rows differ, and sharded rows are always in order.
-_OF_CALL = tuple(x.name for x in fields(Call) if x.name not in ("queries", "keys", "in_order", "sharding"))
+# Arguments of a call that are compared, by name. Rows differ, and sharded rows are always in order. The probability and the
+# seed of dropout are compared as numbers, because a seed may be an integer on one rank and a tensor on another.
+_NOT_AS_GIVEN = ("queries", "keys", "in_order", "sharding", "dropout_p", "seed")
+_OF_CALL = tuple(x.name for x in fields(Call) if x.name not in _NOT_AS_GIVEN)
 _OF_SHARDING = tuple(x.name for x in fields(Sharding) if x.name != "group")
-_NAMES = _OF_CALL + _OF_SHARDING
+_NAMES = (*_OF_CALL, *_OF_SHARDING, "dropout_p", "seed", "requires_grad")
 _values_of = attrgetter(*_OF_CALL, *(f"sharding.{name}" for name in _OF_SHARDING))
 
 
@@ -72,10 +74,8 @@ def arguments_of(call: Call, inputs: Inputs) -> Arguments:
 
 
 def _make_arguments(*values: Any) -> Arguments:
-    # The last ones replace those of the same names.
-    by_name = zip((*_NAMES, "dropout_p", "seed", "requires_grad"), map(comparable, values), strict=True)
-    named = {"version": dilated_attention_pytorch.__version__} | dict(by_name)
-    return Arguments("attention", tuple(named.items()))
+    named = zip(_NAMES, map(comparable, values), strict=True)
+    return Arguments("attention", (("version", dilated_attention_pytorch.__version__), *named))
 
 
 _known_arguments = lru_cache(maxsize=64, typed=True)(_make_arguments)
