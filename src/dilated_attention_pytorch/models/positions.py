@@ -5,11 +5,11 @@ A buffer that is computed in a constructor has no values if the module is made o
 Angles are computed in float64. In float32, integers above 2**24 are not exact, and angles at position 1,000,000 are wrong
 by up to 0.02.
 
-xPos multiplies the scores of a pair by ``scale ** ((i - j) / base)``, as a factor of the query times a factor of the key.
-The authors' code counts the exponents of both from the middle of the sequence, and the factors overflow in float32 above
-72,000 positions. Here they are counted from the middle of a *window* of positions. The windows have the least common
-multiple of the segment lengths, so that two positions that meet are in the same window, and the origin cancels. The result
-is that of the authors' formula at any length of the sequence.
+xPos multiplies the score of a pair by ``scale ** ((i - j) / base)``. This is a factor of the query times a factor of the
+key. The authors' code counts the exponents of both from the middle of the sequence. Its factors overflow in float32 above
+72,000 positions. Here they are counted from the middle of a *window* of positions. The size of a window is the least common
+multiple of the segment lengths. Two positions that meet are therefore in the same window, and the origin cancels. The
+result is that of the authors' formula at any length of the sequence.
 
 The bound: a window can have at most 32,768 positions (4,096 in float16). Over longer distances, the factors themselves are
 not in the range of float32. A pattern with a larger window is served for sequences of at most that many positions.

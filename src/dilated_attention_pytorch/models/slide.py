@@ -180,8 +180,8 @@ class SlideEncoder(Pretrained):
     ) -> Tensor:  # fmt: skip
         """The attention weights of the CLS row for each tile in one layer, exactly as the layer computes them.
 
-        A tile that CLS does not meet in the pattern of a head has weight 0 there. The weights of a head add up to 1 with
-        the weight of CLS for itself, which is left out, and with that of zero keys (``torchscale_padding``).
+        A tile that CLS does not meet in the pattern of a head has weight 0 there. The weight of CLS for itself is left out,
+        and so is that of zero keys (``torchscale_padding``). With these two, the weights of a head add up to 1.
 
         Args:
             tiles, coordinates, lengths, order, check_coordinates: see ``forward``.

@@ -111,7 +111,10 @@ def list_files(paths: Sequence[str | Path], leave_out: Path | None = None) -> li
 
 
 def kind_of(files: Sequence[Path]) -> str:
-    """``"bases"`` if all names are those of FASTA files, such as ``x.fa`` or ``x.fna.gz``, and ``"bytes"`` if none is."""
+    """The kind of tokens by the names of files: ``"bases"`` for FASTA files, and ``"bytes"`` for others.
+
+    FASTA files have names such as ``x.fa`` or ``x.fna.gz``. A mixture of both raises a ``DataError``.
+    """
     names = [str(path).lower().removesuffix(".gz") for path in files]
     fasta = [name.endswith(_FASTA) for name in names]
     if any(fasta) and not all(fasta):
