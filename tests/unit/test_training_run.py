@@ -20,17 +20,12 @@ from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.streaming import CheckpointError
 from dilated_attention_pytorch.training import Checkpoints, SaveError, Trainer, load_decoder
 from dilated_attention_pytorch.training.costs import peak_memory
-from training_cases import curve, finish, make_settings, write_text
+from training_cases import curve, finish, make_settings
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 SOURCES = Path(dilated_attention_pytorch.__file__).parents[1]
-
-
-@pytest.fixture
-def text(tmp_path):
-    return write_text(tmp_path)
 
 
 @pytest.fixture
