@@ -1,6 +1,6 @@
 """LongNet attention for Hugging Face transformers: ``attn_implementation="dilated"`` and a cache of a fixed size.
 
-Needs the extra ``hf`` (``transformers>=5.17``). Importing this package registers the attention implementation ``"dilated"``.
+It needs the extra ``hf`` (``transformers>=5.17``). Importing it registers the attention implementation ``"dilated"``.
 """
 
 from dilated_attention_pytorch.integrations.transformers.apply import apply, register, remove

@@ -29,12 +29,13 @@ class Before(NamedTuple):
 def register(name: str = NAME) -> None:
     """Register the attention function and the mask function, so that ``attn_implementation=name`` is dilated attention.
 
-    Importing this package registers the name ``"dilated"``. The pattern of a model is in ``config.dilated_attention``. It is
-    saved with the model, and the name of the implementation is not. So a model must be loaded with it:
+    Importing this package registers the name ``"dilated"``. The pattern of a model is in ``config.dilated_attention``.
+    It is saved with the model, and the name of the implementation is not. So a model must be loaded with the name. Without
+    it, transformers takes sdpa, and the model is dense.
 
     >>> import tempfile
     >>> from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4)
     >>> model = apply(LlamaForCausalLM(config), segment_lengths=[8, 32], dilation_rates=[1, 4])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     model.save_pretrained(folder)
@@ -61,8 +62,8 @@ def apply(
 ) -> Model:
     """Turn a transformers model into one with dilated attention, and return it. Parameters do not change.
 
-    The pattern is written to ``config.dilated_attention`` of the model and of the models inside it. ``remove`` restores what
-    they were. A model inside another one (``model.language_model``) can be turned by itself.
+    The pattern is written to ``config.dilated_attention`` of the model and of the models inside it. ``remove`` restores
+    what they were. A model inside another one (``model.language_model``) can be turned by itself.
 
     Args:
         model: a ``PreTrainedModel`` whose attention is called through transformers' ``AttentionInterface``: Llama, Qwen3,
@@ -71,7 +72,7 @@ def apply(
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4)
     >>> model = LlamaForCausalLM(config).eval()
     >>> tokens = torch.arange(40).unsqueeze(0)
     >>> dense = model(tokens).logits

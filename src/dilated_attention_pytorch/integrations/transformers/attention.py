@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dilated_attention_pytorch.api import attention, attention_weights
 from dilated_attention_pytorch.integrations.transformers.cache import ChunkKeys
 from dilated_attention_pytorch.integrations.transformers.pattern import pattern_of
-from dilated_attention_pytorch.integrations.transformers.rows import Documents, LocalRows, Rows, Samples
+from dilated_attention_pytorch.integrations.transformers.reading import Documents, Samples
+from dilated_attention_pytorch.integrations.transformers.rows import LocalRows, Rows
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.values import Inputs
 
@@ -20,7 +22,7 @@ MOST_WEIGHTS = 2**26
 # Arguments of models that reach attention, but say nothing about it.
 _OF_MODELS = {
     "use_cache", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "logits_to_keep",
-    "cache_position", "past_key_values", "max_length_q", "max_length_k",
+    "cache_position", "max_length_q", "max_length_k", "deterministic",
 }  # fmt: skip
 _OF_ATTENTION = {"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions", "sliding_window"}
 _REASONS = {
@@ -54,8 +56,8 @@ def dilated_attention_forward(
         dropout: probability of dropping a weight; 0 in evaluation mode.
         scaling: of the scores; ``D ** -0.5`` by default.
         is_causal: ``module.is_causal`` by default.
-        **kwargs: ``position_ids`` and ``cu_seq_lens_q`` of packed documents, and ``output_attentions``. Other arguments that
-            are not None are refused by name.
+        **kwargs: ``position_ids`` and ``cu_seq_lens_q`` of packed documents, and ``output_attentions``. Other
+            arguments that are not None are refused by name.
 
     Returns:
         The result (B, N, H, D), exactly 0 in padding rows, and the weights (B, H, N, M) or None. The weights are those
@@ -116,8 +118,8 @@ def _rows_of(query: Tensor, key: Tensor, mask: Rows | Tensor | None, causal: boo
     if mask is not None:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else mask
         raise ValueError(
-            f"dilated attention takes an attention_mask of two dimensions (batch, rows), got {shape}; pass the padding mask "
-            f"of the tokenizer. A mask for pairs of positions has no dilated form: {_WAY_OUT}"
+            f"dilated attention takes an attention_mask of two dimensions (batch, rows), got {shape}; pass the padding "
+            f"mask of the tokenizer. A mask for pairs of positions has no dilated form: {_WAY_OUT}"
         )
     m = key.shape[2] if not isinstance(key, ChunkKeys) else key.layer.get_seq_length() + key.shape[2]
     return Rows(query.shape[0], query.shape[2], m, m, causal)
@@ -142,8 +144,8 @@ def _check_self_attention(module: nn.Module, rows: Rows, causal: bool, sliding_w
     if rows.is_causal != causal:
         words = ("bidirectional", "causal")
         raise ValueError(
-            f"the mask of the layer {name} is {words[rows.is_causal]}, but its is_causal says {words[causal]}; pass is_causal "
-            f"to the model, or {_WAY_OUT}"
+            f"the mask of the layer {name} is {words[rows.is_causal]}, but its is_causal says {words[causal]}; pass "
+            f"is_causal to the model, or {_WAY_OUT}"
         )
 
 
@@ -159,14 +161,14 @@ def _check_keys(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> None:
         return
     if query.shape[2] != rows.queries or m != rows.keys:
         raise RuntimeError(
-            f"the mask is of {rows.queries} queries and {rows.keys} keys, got {query.shape[2]} queries and {m} keys: this is "
-            "cross-attention, or the cache changed between the mask and the layer. If the cache is a DilatedCache, its "
+            f"the mask is of {rows.queries} queries and {rows.keys} keys, got {query.shape[2]} queries and {m} keys: this "
+            "is cross-attention, or the cache changed between the mask and the layer. If the cache is a DilatedCache, its "
             f"keys must reach attention as they are; {_WAY_OUT}"
         )
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            f"dilated attention plans with the number of rows, {rows.total} of the {m} of a static cache, which changes with "
-            "every token: static caches are right in eager mode only. Do not compile the model (disable_compile=True in "
+            f"dilated attention plans with the number of rows, {rows.total} of the {m} of a static cache, which changes "
+            "with every token: static caches are right in eager mode only. Pass disable_compile=True to "
             "generate), or use DilatedCache or DynamicCache"
         )
 
@@ -177,12 +179,12 @@ def _check_cache_call(
     """Raise for what a ``DilatedCache`` cannot do."""
     if weights:
         raise ValueError(
-            "DilatedCache drops keys that no later position meets, so output_attentions=True has nothing to compute weights "
-            "from; pass a DynamicCache, or use_cache=False"
+            "DilatedCache drops keys that no later position meets, so output_attentions=True has nothing to compute "
+            "weights from; pass a DynamicCache, or use_cache=False"
         )
     if dropout:
         raise ValueError(f"DilatedCache has no dropout, got dropout={dropout}; call model.eval(), or pass use_cache=False")
-    packed = rows.mask is None and rows.queries > 1 and rows.read(position_ids)[1] is not None
+    packed = not rows.stays_on_device and rows.read(position_ids)[1] is not None
     if packed or cu_seqlens is not None:
         raise ValueError(
             "DilatedCache continues one sequence per sample, got packed documents; pass use_cache=False, or documents as "
@@ -204,8 +206,8 @@ def _local_attention(
     """sdpa for a layer with a sliding window or with chunks."""
     if kwargs.get("output_attentions"):
         raise ValueError(
-            "output_attentions=True needs weights of every layer, and layers with a sliding window are computed by sdpa, which "
-            'has none; call model.set_attn_implementation("eager")'
+            "output_attentions=True needs weights of every layer, and layers with a sliding window are computed by sdpa, "
+            'which has none; call model.set_attn_implementation("eager")'
         )
     out, _ = sdpa_attention_forward(
         module, *inputs, rows.mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
@@ -221,8 +223,8 @@ def _weights(
     (batch, n, heads, _), m = inputs.query.shape, inputs.key.shape[1]
     if batch * heads * n * m > MOST_WEIGHTS:
         raise ValueError(
-            f"output_attentions=True returns at most {MOST_WEIGHTS:,} weights of a layer, got {batch} x {heads} x {n} x {m} = "
-            f"{batch * heads * n * m:,}; pass shorter sequences, or compute single rows by attention_weights(query, key, "
+            f"output_attentions=True returns at most {MOST_WEIGHTS:,} weights of a layer, got {batch} x {heads} x {n} x "
+            f"{m} = {batch * heads * n * m:,}; compute single rows by attention_weights(query, key, "
             "pattern, query_rows)"
         )
     if documents is None:
@@ -230,7 +232,7 @@ def _weights(
         return attention_weights(inputs.query, inputs.key, pattern, range(n), is_causal=causal, scale=scaling, **options)
     weights = inputs.query.new_zeros(batch, heads, n, n)
     bounds = torch.as_tensor(documents.cu_seqlens).tolist()
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         b, first = divmod(start, n)
         if start == stop or (documents.valid is not None and not bool(documents.valid[b, first])):
             continue

@@ -42,9 +42,9 @@ class ChunkKeys(Tensor):
             if not isinstance(found, Tensor):
                 return found
         raise RuntimeError(
-            "DilatedCache holds the rows that later positions meet in segments, so its keys are for dilated attention only, "
-            f"and must reach it as they are: got the operation {getattr(func, '__name__', func)!r} on them. Set the model's "
-            'attention by apply(model, ...) or attn_implementation="dilated", or use a DynamicCache'
+            "DilatedCache is for dilated attention: the keys that it passes on are those of the new tokens only, and must "
+            f"reach dilated attention unchanged. Got the operation {getattr(func, '__name__', func)!r} on them; call "
+            'apply(model, ...), load the model with attn_implementation="dilated", or use a DynamicCache'
         )
 
 
@@ -99,8 +99,8 @@ class DilatedCacheLayer(CacheLayerMixin):
         query, key, value = (x.transpose(1, 2) for x in inputs)
         if value.shape != key.shape:
             raise ValueError(
-                f"DilatedCache needs the same head size of keys and values, got {key.shape[-1]} and {value.shape[-1]}; use a "
-                "DynamicCache with another attention implementation"
+                f"keys and values must have the same head size, got {key.shape[-1]} and {value.shape[-1]}; "
+                'call model.set_attn_implementation("sdpa") and use a DynamicCache'
             )
         if rows.past != self._tokens or rows.queries != key.shape[1]:
             raise RuntimeError(
@@ -153,8 +153,8 @@ class DilatedCacheLayer(CacheLayerMixin):
         known = sum(tokens for tokens, _ in self._recent)
         if n > min(known, self.max_rollback):
             raise ValueError(
-                f"the cache can go back by max_rollback = {self.max_rollback} tokens, and by those since the last change of "
-                f"the batch, {known}: got {n}; make DilatedCache(config, max_rollback={n}), or begin again"
+                f"the cache can go back by max_rollback = {self.max_rollback} tokens, and by the {known} since the last "
+                f"change of the batch: got {n}; make DilatedCache(config, max_rollback={n}), or begin again"
             )
         self.kv.rollback(self._take_back(n))
         self._tokens -= n
@@ -202,10 +202,12 @@ class DilatedCacheLayer(CacheLayerMixin):
 
     def _compare(self, rows: Rows, kv: DilatedKVCache) -> None:
         """Raise if a mask says something else about earlier tokens than the masks before it. Once per forward."""
-        if rows.is_compared or rows.past == 0:
+        if rows.is_compared or rows.past == 0 or rows.mask is None or rows.stays_on_device:
             return
-        rows.is_compared, seen = True, rows.seen()
-        if seen is not None and seen != (own := kv.tokens_seen.tolist()):
+        rows.is_compared = True
+        seen = [min(max(rows.past - start, 0), n) for start, n in zip(*rows.extents(), strict=True)]
+        own = kv.tokens_seen.tolist()
+        if seen != own:
             raise ValueError(
                 f"attention_mask must keep its values for tokens that are in the cache: it has {seen} valid tokens before "
                 f"this forward, and the cache has {own}; pass the mask of all tokens in every forward"
@@ -252,7 +254,7 @@ class DilatedCache(Cache):
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from dilated_attention_pytorch.integrations.transformers import apply
-    >>> config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4)
     >>> model = apply(LlamaForCausalLM(config).eval(), segment_lengths=[8, 32], dilation_rates=[1, 4])
     >>> cache = DilatedCache(model.config)
     >>> tokens = model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=60, do_sample=False)

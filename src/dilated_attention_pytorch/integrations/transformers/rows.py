@@ -11,24 +11,21 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils import logging
 
 from dilated_attention_pytorch.cache_operators import MOST_STEPS
-from dilated_attention_pytorch.dispatch import define_operator
-from dilated_attention_pytorch.lengths import Lengths, few
+from dilated_attention_pytorch.integrations.transformers.reading import (
+    ODD_MASK,
+    Breaks,
+    Documents,
+    HostRows,
+    Samples,
+    Sizes,
+    read_documents,
+    read_documents_operator,
+    read_host,
+    read_rows_operator,
+)
+from dilated_attention_pytorch.lengths import Lengths
 
 logger = logging.get_logger(__name__)
-
-
-class Samples(NamedTuple):
-    """The first key row of each sample, and its number of rows."""
-
-    starts: Lengths
-    lengths: Lengths
-
-
-class Documents(NamedTuple):
-    """Packed documents: boundaries in the rows of all samples, and the rows that are not padding."""
-
-    cu_seqlens: Lengths
-    valid: Tensor | None  # (B, N), or None if there is no padding
 
 
 class Chunk(NamedTuple):
@@ -50,13 +47,6 @@ class LocalRows:
     def contiguous(self) -> LocalRows:
         """The object itself. Generation with a static cache calls this method of masks."""
         return self
-
-
-class Breaks(NamedTuple):
-    """Where documents begin: (B, N - 1) bool for row ``i + 1``, and whether the mask is that of documents, () bool."""
-
-    begins: Tensor
-    is_regular: Tensor | None
 
 
 class Rows:
@@ -82,6 +72,7 @@ class Rows:
         self.is_causal, self.mask, self._breaks = is_causal, mask, breaks
         self._source: tuple[Tensor | None, Tensor | None] | None = None
         self._read: tuple[Samples | None, Documents | None] = None, None
+        self._host: HostRows | None = None
         self._chunks: dict[torch.device, Chunk | None] = {}
         self._tail: Tensor | None = None
         self.is_compared = False  # the rows before this forward were compared with those that the cache has seen
@@ -109,8 +100,7 @@ class Rows:
         """
         source = position_ids, None if cu_seqlens is None else cu_seqlens[0]
         if self._source is None or self._source[0] is not source[0] or self._source[1] is not source[1]:
-            read = _read_compiled if torch.compiler.is_compiling() else _read
-            self._read = read(self, self._breaks_of(position_ids), cu_seqlens)
+            self._read = self._documents(*cu_seqlens) if cu_seqlens is not None else self._samples(position_ids)
             self._source = source
         return self._read
 
@@ -119,15 +109,14 @@ class Rows:
         if self.mask is None:
             return None
         if device not in self._chunks:
-            self._chunks[device] = (_device_chunk if self._stays_on_device else _host_chunk)(self, device)
+            self._chunks[device] = _device_chunk(self, device) if self.stays_on_device else _host_chunk(self, device)
         return self._chunks[device]
 
-    def seen(self) -> list[int] | None:
-        """The valid rows of each sample before this forward; None if there is no mask, or if it is not read."""
-        if self.mask is None or self._stays_on_device:
-            return None
-        starts, lengths = _samples(self.mask)
-        return [min(max(self.past - start, 0), n) for start, n in zip(starts, lengths, strict=True)]
+    def extents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Starts and lengths of all samples."""
+        if self._host is None:
+            self._host = read_host(self._sizes, self.mask, None)
+        return self._host[:2]
 
     def tail(self, most: int) -> Tensor | None:
         """Whether the last rows of this forward are valid, (B, rows) for at most ``most`` rows; None without a mask."""
@@ -136,9 +125,13 @@ class Rows:
         return self._tail
 
     @property
-    def _stays_on_device(self) -> bool:
+    def stays_on_device(self) -> bool:
         """Whether a cache takes the mask without a device synchronisation."""
         return self.mask is not None and self.mask.device.type != "cpu" and self.queries <= MOST_STEPS
+
+    @property
+    def _sizes(self) -> Sizes:
+        return Sizes(self.batch, self.queries, self.total)
 
     def _breaks_of(self, position_ids: Tensor | None) -> Breaks | None:
         if self.queries <= 1:
@@ -146,6 +139,34 @@ class Rows:
         if position_ids is None or position_ids.dim() != 2:
             return self._breaks
         return Breaks((position_ids.diff(dim=-1) != 1).expand(self.batch, -1), None)
+
+    def _samples(self, position_ids: Tensor | None) -> tuple[Samples | None, Documents | None]:
+        breaks = self._breaks_of(position_ids)
+        if self.mask is None and breaks is None:
+            return None, None
+        if torch.compiler.is_compiling():
+            begins, is_regular = (None, None) if breaks is None else breaks
+            found = read_rows_operator(self.mask, begins, is_regular, *self._sizes)
+            return Samples(*found.unbind(0)), None
+        self._host = starts, lengths, bounds = read_host(self._sizes, self.mask, breaks)
+        is_full = min(lengths, default=0) == self.total
+        if bounds is not None:
+            return None, Documents(bounds, None if is_full else self.mask)
+        return None if is_full else Samples(starts, lengths), None
+
+    def _documents(self, query: Tensor, key: Tensor) -> tuple[None, Documents]:
+        compiling = torch.compiler.is_compiling()
+        if self.mask is not None and (compiling or min(self.extents()[1], default=0) < self.total):
+            raise ValueError(
+                "cu_seq_lens_q (packed documents) and an attention_mask with padding exclude one another; leave out the "
+                "mask, or let the padding be a document"
+            )
+        if self.past:
+            raise ValueError(
+                f"cu_seq_lens_q needs as many queries as keys: got {self.queries} rows behind {self.past} rows of a cache. "
+                "Packed documents have no cache; pass use_cache=False"
+            )
+        return None, Documents(read_documents_operator(query, key) if compiling else read_documents(query, key), None)
 
 
 def dilated_mask(
@@ -171,8 +192,8 @@ def dilated_mask(
         return attention_mask
     if options.get("local_size") is not None:
         logger.warning_once(
-            "Layers with a sliding window or with chunks keep their own mask: they are computed by sdpa, and only the other "
-            "layers are dilated."
+            "Layers with a sliding window or with chunks keep their own mask: sdpa computes them, and other layers "
+            "are dilated."
         )
         return LocalRows(
             sdpa_mask(
@@ -198,24 +219,15 @@ def dilated_mask(
             f"attention_mask must cover the rows of this forward and those in the cache, {total} in all: got "
             f"{mask.shape[1]}; append ones for the new tokens"
         )
-    rows = Rows(batch_size, q_length, total, kv_length, is_causal, mask)
-    if mask_function is causal_mask_function or not is_causal:
-        return rows
-    if options.get("use_vmap") or total != q_length:
-        raise ValueError(_ODD_MASK)
-    if q_length > 1:
-        rows._breaks = _breaks_of(mask_function, batch_size, q_length, options.get("device"))
-    return rows
+    breaks = None
+    if is_causal and mask_function is not causal_mask_function:
+        if options.get("use_vmap") or total != q_length:
+            raise ValueError(ODD_MASK)
+        breaks = _breaks_by(mask_function, batch_size, q_length, options.get("device")) if q_length > 1 else None
+    return Rows(batch_size, q_length, total, kv_length, is_causal, mask, breaks)
 
 
-_ODD_MASK = (
-    "dilated attention takes causal masks, bidirectional masks, padding and packed documents: got another mask function "
-    "(or_mask_function, and_mask_function or block_sequence_ids), which a pattern cannot honour; call "
-    'model.set_attn_implementation("sdpa")'
-)
-
-
-def _breaks_of(mask_function: Callable[..., Tensor], batch: int, n: int, device: torch.device | None) -> Breaks:
+def _breaks_by(mask_function: Callable[..., Tensor], batch: int, n: int, device: torch.device | None) -> Breaks:
     """Where documents begin by a mask function: rows that do not see the row before them.
 
     The mask is that of documents if no row sees the next one, and each one sees the first row of its document.
@@ -228,95 +240,10 @@ def _breaks_of(mask_function: Callable[..., Tensor], batch: int, n: int, device:
     return Breaks(begins, sees_first.all() & ~sees_next.any())
 
 
-def _samples(mask: Tensor) -> tuple[list[int], list[int]]:
-    """Starts and lengths of the samples of a mask (B, M); raise for a mask with holes. One device synchronisation."""
-    total = mask.shape[1]
-    row = torch.arange(total, device=mask.device)
-    if total == 0:
-        return [0] * len(mask), [0] * len(mask)
-    first, stop = torch.where(mask, row, total).amin(1), torch.where(mask, row + 1, 0).amax(1)
-    firsts, stops, counts = torch.stack((first, stop, mask.sum(1))).tolist()
-    for sample, (start, end, count) in enumerate(zip(firsts, stops, counts, strict=True)):
-        if count and end - start != count:
-            raise ValueError(
-                f"attention_mask must have the padding of a sample in front of it or behind it, because positions of the "
-                f"pattern count from its first row: sample {sample} has {end - start - count} masked rows between rows "
-                f'{start} and {end - 1}; move the padding, or call model.set_attn_implementation("sdpa")'
-            )
-    return [start if count else 0 for start, count in zip(firsts, counts, strict=True)], counts
-
-
-def _read(
-    rows: Rows, breaks: Breaks | None, cu_seqlens: tuple[Tensor, Tensor] | None
-) -> tuple[Samples | None, Documents | None]:  # fmt: skip
-    samples = None
-    if rows.mask is not None:
-        starts, lengths = _samples(rows.mask)
-        samples = None if min(lengths, default=0) == rows.total else Samples(tuple(starts), tuple(lengths))
-    if cu_seqlens is not None:
-        _check_alone(rows, samples)
-        return None, Documents(tuple(_equal_documents(*cu_seqlens).tolist()), None)
-    bounds = None if breaks is None else _bounds(rows, breaks, samples)
-    if bounds is None:
-        return samples, None
-    return None, Documents(bounds, None if samples is None or rows.mask is None else rows.mask)
-
-
-def _bounds(rows: Rows, breaks: Breaks, samples: Samples | None) -> tuple[int, ...] | None:
-    """The boundaries of documents in the rows of all samples; None if every sample is one document."""
-    begins = breaks.begins
-    if rows.mask is not None and samples is not None:
-        valid = rows.mask[:, rows.past :]
-        begins = begins & valid[:, 1:] & valid[:, :-1]
-    if breaks.is_regular is not None and not bool(breaks.is_regular):
-        raise ValueError(_ODD_MASK)
-    found = begins.nonzero().tolist()
-    if not found:
-        return None
-    if rows.past:
-        raise ValueError(
-            f"position_ids must go up by one in each sample if there are earlier rows in a cache: got {rows.queries} rows "
-            f"behind {rows.past}, with a jump at row {found[0][1] + 1} of sample {found[0][0]}. Packed documents have no "
-            "cache; pass use_cache=False"
-        )
-    n = rows.queries
-    bounds = {*range(0, rows.batch * n + 1, n), *(b * n + i + 1 for b, i in found)}
-    if samples is not None:  # padding is a document of its own, whose results are not used
-        for b, (start, length) in enumerate(zip(*samples, strict=True)):
-            bounds |= {b * n + start, b * n + start + length}
-    return tuple(sorted(bounds))
-
-
-def _check_alone(rows: Rows, samples: Samples | None) -> None:
-    """Raise if there is something beside ``cu_seq_lens_q``."""
-    if samples is not None:
-        raise ValueError(
-            "cu_seq_lens_q (packed documents) and an attention_mask with padding exclude one another; leave out the mask, "
-            "or let the padding be a document"
-        )
-    if rows.past:
-        raise ValueError(
-            f"cu_seq_lens_q needs as many queries as keys: got {rows.queries} rows behind {rows.past} rows of a cache. "
-            "Packed documents have no cache; pass use_cache=False"
-        )
-
-
-def _equal_documents(query: Tensor, key: Tensor) -> Tensor:
-    """The boundaries of documents on the host; raise if those of queries and keys differ."""
-    on_host = query.cpu()
-    if key is not query and not on_host.equal(key.cpu()):
-        raise ValueError(
-            f"self-attention has the same documents for queries and keys: got cu_seq_lens_q {few(on_host.tolist())} and "
-            f"cu_seq_lens_k {few(key.tolist())}; leave out cu_seq_lens_k"
-        )
-    return on_host.clone() if on_host is query else on_host
-
-
 def _host_chunk(rows: Rows, device: torch.device) -> Chunk | None:
     """The chunk of a cache by integers on the host."""
-    assert rows.mask is not None
     firsts, counts = [], []
-    for start, length in zip(*_samples(rows.mask), strict=True):
+    for start, length in zip(*rows.extents(), strict=True):
         first, stop = (min(max(x - rows.past, 0), rows.queries) for x in (start, start + length))
         counts.append(stop - first)
         firsts.append(first if stop > first else 0)
@@ -341,50 +268,3 @@ def _rolled(firsts: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Rows in an order in which row ``firsts[b]`` is the first one of sample ``b``, and the order that takes it back."""
     row = torch.arange(n, device=firsts.device)
     return (row + firsts.unsqueeze(1)) % n, (row - firsts.unsqueeze(1)) % n
-
-
-def _read_rows(
-    mask: Tensor | None, begins: Tensor | None, is_regular: Tensor | None, batch: int, queries: int, total: int
-) -> Tensor:  # fmt: skip
-    """Starts and lengths, (2, B) on the CPU, for compilers; raise if there are packed documents."""
-    rows = Rows(batch, queries, total, total, True, mask)
-    samples, documents = _read(rows, None if begins is None else Breaks(begins, is_regular), None)
-    if documents is not None:
-        raise ValueError(
-            "a compiled model cannot find packed documents in position_ids, because their number is not known when it is "
-            "compiled: pass cu_seq_lens_q and cu_seq_lens_k (DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
-        )
-    return torch.tensor(samples or ((0,) * batch, (total,) * batch), dtype=torch.int64, device="cpu")
-
-
-def _read_rows_fake(
-    mask: Tensor | None, begins: Tensor | None, is_regular: Tensor | None, batch: int, queries: int, total: int
-) -> Tensor:  # fmt: skip
-    return torch.empty(2, batch, dtype=torch.int64, device="cpu")
-
-
-def _documents_fake(query: Tensor, key: Tensor) -> Tensor:
-    return torch.empty(query.shape, dtype=query.dtype, device="cpu")
-
-
-read_rows = define_operator(
-    "read_rows", _read_rows, _read_rows_fake,
-    "(Tensor? mask, Tensor? begins, Tensor? is_regular, SymInt batch, SymInt queries, SymInt total) -> Tensor",
-)  # fmt: skip
-equal_documents = define_operator("equal_documents", _equal_documents, _documents_fake)
-
-
-def _read_compiled(
-    rows: Rows, breaks: Breaks | None, cu_seqlens: tuple[Tensor, Tensor] | None
-) -> tuple[Samples | None, Documents | None]:  # fmt: skip
-    """``_read`` in a compiled model: operators read values, once per forward, and give tensors on the CPU."""
-    if cu_seqlens is not None:
-        if rows.mask is not None:
-            raise ValueError("a compiled model takes cu_seq_lens_q without attention_mask; leave out the mask")
-        _check_alone(rows, None)
-        return None, Documents(equal_documents(*cu_seqlens), None)
-    if rows.mask is None and breaks is None:
-        return None, None
-    begins, is_regular = (None, None) if breaks is None else breaks
-    starts, lengths = read_rows(rows.mask, begins, is_regular, rows.batch, rows.queries, rows.total).unbind(0)
-    return Samples(starts, lengths), None
