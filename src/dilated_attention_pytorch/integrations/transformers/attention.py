@@ -169,7 +169,7 @@ def _check_keys(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> None:
         raise RuntimeError(
             f"dilated attention plans with the number of rows, {rows.total} of the {m} of a static cache, which changes "
             "with every token: static caches are right in eager mode only. Pass disable_compile=True to "
-            "generate), or use DilatedCache or DynamicCache"
+            "generate, or use DilatedCache or DynamicCache"
         )
 
 
@@ -224,8 +224,8 @@ def _weights(
     if batch * heads * n * m > MOST_WEIGHTS:
         raise ValueError(
             f"output_attentions=True returns at most {MOST_WEIGHTS:,} weights of a layer, got {batch} x {heads} x {n} x "
-            f"{m} = {batch * heads * n * m:,}; compute single rows by attention_weights(query, key, "
-            "pattern, query_rows)"
+            f"{m} = {batch * heads * n * m:,}; pass shorter sequences, or compute single "
+            "rows by attention_weights(query, key, pattern, query_rows)"
         )
     if documents is None:
         options: dict[str, Any] = {} if samples is None else samples._asdict()
