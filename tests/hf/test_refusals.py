@@ -100,7 +100,9 @@ T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layer
 def test_position_bias_of_t5():
     with pytest.raises(ValueError, match="'position_bias', a bias of positions"):
         dilated(T5EncoderModel(T5Config(**T5)).eval())(tokens(1, 9))
-    model = dilated(T5ForConditionalGeneration(T5Config(**T5)).eval())
+    entry = {"segment_lengths": [8], "dilation_rates": [1]}
+    config = T5Config(**T5, dilated_attention=entry, attn_implementation="dilated")
+    model = T5ForConditionalGeneration(config).eval()
     with pytest.raises(ValueError, match="'position_bias'"):
         model(input_ids=tokens(1, 9), decoder_input_ids=tokens(1, 9))
 
@@ -184,7 +186,7 @@ def test_another_head_size_of_values():
     with pytest.raises(ValueError, match="same head size of keys and values, got 12 and 8"):
         model(tokens(1, 9))
     # Versions differ in what they cache: keys and values, or what they are computed from.
-    with pytest.raises((ValueError, RuntimeError), match="same head size, got 12 and 8|the operation 'linear' on them"):
+    with pytest.raises((ValueError, RuntimeError), match=r"same head size, got 12 and 8|the operation 'linear' on them"):
         model(tokens(1, 9), past_key_values=DilatedCache(model.config))
 
 
