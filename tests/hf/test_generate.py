@@ -11,7 +11,7 @@ from dilated_attention_pytorch import DilatedKVCache
 from dilated_attention_pytorch.integrations.transformers import DilatedCache, apply
 from hf_models import PATTERN, dilated, tokens
 
-NEW = 40
+NEW = 24
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
@@ -60,7 +60,7 @@ def key_sizes(model):
 
 
 def test_left_padding(model):
-    lengths = [30, 13, 1]
+    lengths = [30, 1]
     x, mask = padded(lengths)
     expected = [by_hand(model, x[b : b + 1, 30 - n :])[0, n:] for b, n in enumerate(lengths)]
     for cache in (None, DynamicCache(config=model.config), DilatedCache(model.config)):
@@ -68,20 +68,19 @@ def test_left_padding(model):
         assert [row.tolist() for row in found[:, 30:]] == [row.tolist() for row in expected]
 
 
-@pytest.mark.parametrize("chunk", [7, 16])
-def test_prefill_in_chunks(model, chunk):
-    x, mask = padded([50, 21])
+def test_prefill_in_chunks(model):
+    x, mask = padded([40, 17])
     expected = model.generate(x, attention_mask=mask, use_cache=False, **GREEDY)
     for make in (DynamicCache, DilatedCache):
         found = model.generate(
-            x, attention_mask=mask, past_key_values=make(config=model.config), prefill_chunk_size=chunk, **GREEDY
+            x, attention_mask=mask, past_key_values=make(config=model.config), prefill_chunk_size=7, **GREEDY
         )
         assert found.equal(expected)
 
 
 def test_beams(model):
     x, mask = padded([20, 9])
-    options = {"attention_mask": mask, "max_new_tokens": 25, "num_beams": 3, "do_sample": False, "length_penalty": 0.0}
+    options = {"attention_mask": mask, "max_new_tokens": 15, "num_beams": 3, "do_sample": False, "length_penalty": 0.0}
     expected = model.generate(x, **options)
     assert model.generate(x, past_key_values=DilatedCache(model.config), **options).equal(expected)
     assert not expected.equal(model.generate(x, **options | {"num_beams": 1}))
@@ -149,9 +148,9 @@ def test_long_generation_in_bounded_memory():
     model = dilated(hf_models.llama(num_hidden_layers=1, max_position_embeddings=1024))
     cache, sizes = DilatedCache(model.config), set()
     x = tokens(1, 10)
-    expected = model.generate(x, max_new_tokens=300, do_sample=False)
+    expected = model.generate(x, max_new_tokens=150, do_sample=False)
     hook = model.register_forward_hook(lambda *_: sizes.add(cache.nbytes))
-    found = model.generate(x, past_key_values=cache, max_new_tokens=300, do_sample=False)
+    found = model.generate(x, past_key_values=cache, max_new_tokens=150, do_sample=False)
     hook.remove()
     assert found.equal(expected)
     assert len(sizes) == 1

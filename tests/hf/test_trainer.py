@@ -32,7 +32,9 @@ def collate(kind):
         for b, row in enumerate(rows):
             where = slice(n - len(row), n) if kind == "left" else slice(0, len(row))
             x[b, where], labels[b, where], mask[b, where] = row, row, 1
-        return {"input_ids": x, "attention_mask": mask, "labels": labels, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+            labels[b, where.start] = -100  # no row of the sample predicts its first token
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        return {"input_ids": x, "attention_mask": mask, "labels": labels, "position_ids": positions}
 
     return pad
 
@@ -41,8 +43,8 @@ def losses(folder, kind, pattern=(SEGMENTS, RATES), dtype=torch.float64, **more)
     model = hf_models.llama()
     model = model.to(dtype) if pattern is None else apply(model, *pattern).to(dtype)
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=2, max_steps=4, logging_steps=1, learning_rate=1e-2, report_to=[],
-        save_strategy="no", use_cpu=True, disable_tqdm=True, remove_unused_columns=False, seed=3, **more,
+        output_dir=str(folder), per_device_train_batch_size=2, max_steps=4, logging_steps=1, learning_rate=1e-2,
+        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, remove_unused_columns=False, seed=3, **more,
     )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=list(samples()), data_collator=collate(kind))
     trainer.train()
