@@ -41,9 +41,9 @@ def trainer_of(model: LlamaForCausalLM, context: int, batch: int, options: argpa
     is_long = context == options.long
     arguments = TrainingArguments(
         output_dir=options.folder, max_steps=options.long_steps if is_long else options.steps, seed=options.seed,
-        learning_rate=options.lr / 4 if is_long else options.lr, warmup_steps=5, lr_scheduler_type="cosine", logging_steps=10,
+        learning_rate=options.lr / 4 if is_long else options.lr, warmup_steps=5, lr_scheduler_type="cosine",
         per_device_train_batch_size=batch, per_device_eval_batch_size=1, bf16=torch.cuda.is_available(),
-        save_strategy="no", report_to=[],
+        logging_steps=10, save_strategy="no", report_to=[],
     )  # fmt: skip
     train = windows(options.train, context, batch * arguments.max_steps, options.seed)
     return Trainer(model, arguments, train_dataset=train, eval_dataset=windows(options.held_out, options.long, 4, seed=1))

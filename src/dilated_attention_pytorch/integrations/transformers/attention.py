@@ -193,10 +193,11 @@ def _check_cache_call(
 
 
 def _cu_seqlens(kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    query, key = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if query is None and key is None:
-        return None
-    return key if query is None else query, query if key is None else key
+    query: Tensor | None = kwargs.get("cu_seq_lens_q")
+    key: Tensor | None = kwargs.get("cu_seq_lens_k")
+    if query is None:
+        return None if key is None else (key, key)
+    return query, query if key is None else key
 
 
 def _local_attention(
