@@ -27,7 +27,7 @@ LAYERS = (
     ("streaming_rows", "streaming_check", "streaming"),
     ("nn",),
     ("models",),
-    ("training",),
+    ("training", "integrations"),
     ("cli", "compat"),
 )
 # Files of the patterns, plans and schedules that are plain integers.
