@@ -12,7 +12,7 @@ import hf_models
 from dilated_attention_pytorch import Dilated, DilatedKVCache
 from dilated_attention_pytorch.integrations.transformers import DilatedCache, DilatedCacheLayer, apply
 from dilated_attention_pytorch.integrations.transformers.cache import ChunkKeys
-from dilated_attention_pytorch.integrations.transformers.rows import Rows
+from dilated_attention_pytorch.integrations.transformers.rows import ForwardRows
 from hf_models import PATTERN, RATES, SEGMENTS, assert_layers_close, dilated, error, run, tokens
 
 
@@ -80,7 +80,7 @@ def test_padding_in_chunks(side, sizes):
 
 def test_masks_on_a_device_are_not_read(monkeypatch):
     """Few tokens with a mask that is not on the CPU: the same results by tensors."""
-    monkeypatch.setattr(Rows, "stays_on_device", property(lambda self: self.mask is not None and self.queries <= 8))
+    monkeypatch.setattr(ForwardRows, "stays_on_device", property(lambda self: self.mask is not None and self.queries <= 8))
     model = gpt2()
     for side in ("left", "right"):
         x, mask, rows = padded([40, 23, 5], side)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 import hf_models
 from dilated_attention_pytorch.integrations.transformers import apply
-from dilated_attention_pytorch.integrations.transformers.rows import Rows, dilated_mask
+from dilated_attention_pytorch.integrations.transformers.rows import ForwardRows, dilated_mask
 from hf_models import FULL, VOCABULARY, assert_layers_close, dilated, error, run, tokens
 
 LENGTHS = [41, 17, 1, 30]
@@ -228,19 +228,19 @@ def test_the_mask_function_returns_what_it_made():
 # ---- layers with a sliding window
 
 
-def gemma3():
+def gemma3(window=12):
     config = Gemma3TextConfig(
-        **hf_models._sizes(num_hidden_layers=4), head_dim=8, sliding_window=12, query_pre_attn_scalar=8,
+        **hf_models._sizes(num_hidden_layers=4), head_dim=8, sliding_window=window, query_pre_attn_scalar=8,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
     return hf_models._ready(Gemma3ForCausalLM(config))
 
 
-def hybrid_qwen3():
+def hybrid_qwen3(window=12):
     return hf_models.qwen3(
         num_hidden_layers=4,
         use_sliding_window=True,
-        sliding_window=12,
+        sliding_window=window,
         layer_types=["full_attention", "sliding_attention"] * 2,
     )
 
@@ -271,6 +271,22 @@ def test_a_cache_of_hybrid_models(make):
     chunks = [run(model, y, past_key_values=cache) for y in (x[:, :20], x[:, 20:40], x[:, 40:])]
     joined = [torch.cat([c[i] for c in chunks], 1) for i in range(4)]
     assert_layers_close(joined, whole, 1e-6)  # rotary angles are float32
+
+
+@pytest.mark.parametrize("make", [gemma3, hybrid_qwen3])
+@pytest.mark.parametrize("window", [12, 4096])
+def test_documents_in_hybrid_models(make, window):
+    """Layers with a sliding window keep documents apart too, with and without a cache."""
+    model, x = dilated(make(window)), tokens(1, sum(PACKED))
+    bounds = torch.tensor([0, *torch.tensor(PACKED).cumsum(0).tolist()])
+    for more in (
+        {"position_ids": documents(PACKED), "use_cache": False},
+        {"position_ids": documents(PACKED)},
+        {"position_ids": documents(PACKED), "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds},
+    ):
+        found = run(model, x, **more)
+        for r in slices(PACKED):
+            assert_layers_close([y[:, r] for y in found], run(model, x[:, r]), 1e-11)
 
 
 def test_bidirectional_sliding_layers():
@@ -308,12 +324,13 @@ def test_sliding_layers_warn_once(monkeypatch):
 
 
 @pytest.mark.parametrize("side", [None, "left"])
-def test_a_static_cache_in_eager_mode(side):
+@pytest.mark.parametrize("make", [hf_models.llama, hybrid_qwen3])
+def test_a_static_cache_in_eager_mode(make, side):
     """Its keys have more rows than there are tokens."""
-    model = dilated(hf_models.llama())
+    model = dilated(make())
     x, mask, _ = padded("left", [30, 18])
     more = {} if side is None else {"attention_mask": mask}
-    options = {"max_new_tokens": 30, "do_sample": False, "disable_compile": True}
+    options = {"max_new_tokens": 20, "do_sample": False, "disable_compile": True}
     dynamic = model.generate(x, **more, **options)
     static = model.generate(x, cache_implementation="static", **more, **options)
     assert static.equal(dynamic)
@@ -322,8 +339,8 @@ def test_a_static_cache_in_eager_mode(side):
     # the same by hand, before norms
     cache = StaticCache(config=dilated(model).config, max_cache_len=64)
     chunks = [run(model, y, past_key_values=cache) for y in (x[:, :20], x[:, 20:21], x[:, 21:])]
-    joined = [torch.cat([c[i] for c in chunks], 1) for i in range(2)]
-    assert_layers_close(joined, run(model, x, use_cache=False), 1e-6)
+    joined = [torch.cat([c[i] for c in chunks], 1) for i in range(len(chunks[0]))]
+    assert_layers_close(joined, run(model, x, use_cache=False), 1e-5)
 
 
 # ---- compiled models
@@ -376,4 +393,4 @@ def test_compiled_documents_need_cu_seq_lens():
 
 
 def test_rows_without_values_are_not_read():
-    assert Rows(2, 1, 40, 40, True).read(torch.zeros(2, 1)) == (None, None)
+    assert ForwardRows(2, 1, 40, 40, True).read(torch.zeros(2, 1)) == (None, None)

@@ -13,7 +13,7 @@ from dilated_attention_pytorch.api import attention, attention_weights
 from dilated_attention_pytorch.integrations.transformers.cache import ChunkKeys
 from dilated_attention_pytorch.integrations.transformers.pattern import pattern_of
 from dilated_attention_pytorch.integrations.transformers.reading import Documents, Samples
-from dilated_attention_pytorch.integrations.transformers.rows import LocalRows, Rows
+from dilated_attention_pytorch.integrations.transformers.rows import ForwardRows, LocalRows
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.values import Inputs
 
@@ -40,7 +40,7 @@ def dilated_attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Rows | LocalRows | Tensor | None,
+    attention_mask: ForwardRows | LocalRows | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -111,9 +111,9 @@ def _check_arguments(kwargs: dict[str, Any]) -> None:
             raise ValueError(f"dilated attention does not support the argument {name!r}{reason}; {_WAY_OUT}")
 
 
-def _rows_of(query: Tensor, key: Tensor, mask: Rows | Tensor | None, causal: bool) -> Rows:
+def _rows_of(query: Tensor, key: Tensor, mask: ForwardRows | Tensor | None, causal: bool) -> ForwardRows:
     """What the mask function returned, or rows without padding for a model that makes no mask."""
-    if isinstance(mask, Rows):
+    if isinstance(mask, ForwardRows):
         return mask
     if mask is not None:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else mask
@@ -122,10 +122,10 @@ def _rows_of(query: Tensor, key: Tensor, mask: Rows | Tensor | None, causal: boo
             f"mask of the tokenizer. A mask for pairs of positions has no dilated form: {_WAY_OUT}"
         )
     m = key.shape[2] if not isinstance(key, ChunkKeys) else key.layer.get_seq_length() + key.shape[2]
-    return Rows(query.shape[0], query.shape[2], m, m, causal)
+    return ForwardRows(query.shape[0], query.shape[2], m, m, causal)
 
 
-def _check_self_attention(module: nn.Module, rows: Rows, causal: bool, sliding_window: int | None) -> None:
+def _check_self_attention(module: nn.Module, rows: ForwardRows, causal: bool, sliding_window: int | None) -> None:
     """Raise for cross-attention, and where the mask does not fit the layer."""
     config, name = getattr(module, "config", None), type(module).__name__
     is_decoder = getattr(module, "is_decoder", None)
@@ -149,7 +149,7 @@ def _check_self_attention(module: nn.Module, rows: Rows, causal: bool, sliding_w
         )
 
 
-def _check_keys(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> None:
+def _check_keys(query: Tensor, key: Tensor, value: Tensor, rows: ForwardRows) -> None:
     """Raise if the tensors are not those that the mask was made for."""
     if value.shape != key.shape:
         raise ValueError(
@@ -174,7 +174,7 @@ def _check_keys(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> None:
 
 
 def _check_cache_call(
-    rows: Rows, position_ids: Tensor | None, cu_seqlens: tuple[Tensor, Tensor] | None, dropout: float, weights: bool
+    rows: ForwardRows, position_ids: Tensor | None, cu_seqlens: tuple[Tensor, Tensor] | None, dropout: float, weights: bool
 ) -> None:
     """Raise for what a ``DilatedCache`` cannot do."""
     if weights:
@@ -193,11 +193,9 @@ def _check_cache_call(
 
 
 def _cu_seqlens(kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    query: Tensor | None = kwargs.get("cu_seq_lens_q")
-    key: Tensor | None = kwargs.get("cu_seq_lens_k")
-    if query is None:
-        return None if key is None else (key, key)
-    return query, query if key is None else key
+    """The boundaries of documents in queries and in keys; if one of them is given, it holds for both."""
+    given = [x for x in (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")) if x is not None]
+    return (given[0], given[-1]) if given else None
 
 
 def _local_attention(
@@ -210,10 +208,30 @@ def _local_attention(
             "output_attentions=True needs weights of every layer, and layers with a sliding window are computed by sdpa, "
             'which has none; call model.set_attn_implementation("eager")'
         )
+    mask, cu_seqlens = rows.mask, _cu_seqlens(kwargs)
+    if cu_seqlens is not None or not torch.compiler.is_compiling():  # compiled models have documents in the mask
+        _, documents = rows.rows.read(kwargs.get("position_ids"), cu_seqlens)
+        if documents is not None:
+            mask = _local_documents(inputs, documents, mask, kwargs.get("sliding_window"))
     out, _ = sdpa_attention_forward(
-        module, *inputs, rows.mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        module, *inputs, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )  # fmt: skip
     return out, None
+
+
+def _local_documents(inputs: Inputs, documents: Documents, mask: Tensor | None, window: int | None) -> Tensor:
+    """The mask (B, 1, N, N) of a sliding window inside documents. Stock masks have no documents if there is a cache."""
+    (batch, _, n, _), m = inputs.query.shape, inputs.key.shape[2]
+    if window is None or m != n:
+        raise ValueError(
+            f"layers with chunks, and layers with a cache, have no packed documents: got {n} queries, {m} keys and "
+            f"sliding_window={window}; pass use_cache=False, or {_WAY_OUT}"
+        )
+    device = inputs.query.device
+    bounds = torch.as_tensor(documents.cu_seqlens, device=device, dtype=torch.int64)
+    number = torch.bucketize(torch.arange(batch * n, device=device), bounds[1:], right=True).view(batch, 1, n)
+    inside = number.unsqueeze(-1) == number.unsqueeze(-2)
+    return inside.tril() if mask is None else inside & mask
 
 
 def _weights(

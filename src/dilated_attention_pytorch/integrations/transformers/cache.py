@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from dilated_attention_pytorch.cache import DilatedKVCache
 from dilated_attention_pytorch.cache_checks import TENSORS
 from dilated_attention_pytorch.integrations.transformers.pattern import pattern_of
-from dilated_attention_pytorch.integrations.transformers.rows import Rows
+from dilated_attention_pytorch.integrations.transformers.rows import ForwardRows
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.values import Inputs
 
@@ -48,7 +48,7 @@ class ChunkKeys(Tensor):
         )
 
 
-class DilatedCacheLayer(CacheLayerMixin):
+class DilatedCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The cache of one layer: a ``DilatedKVCache``, which is made when the first tokens arrive.
 
     ``update`` gives the keys of the new tokens to dilated attention, which calls ``attend``. A layer of a config with
@@ -66,7 +66,7 @@ class DilatedCacheLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, pattern: Dilated | None = None, *, max_tokens: int | None = None, max_rollback: int = 32) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.pattern, self.max_tokens, self.max_rollback = pattern, max_tokens, max_rollback
         self.kv: DilatedKVCache | None = None
         self._tokens = 0  # of every sample, padding included
@@ -87,7 +87,7 @@ class DilatedCacheLayer(CacheLayerMixin):
         """The keys and values of the new tokens, for dilated attention. It appends them when it has attended."""
         return ChunkKeys.of(key_states, self), value_states
 
-    def attend(self, inputs: Inputs, pattern: Dilated, rows: Rows, scale: float | None) -> Tensor:
+    def attend(self, inputs: Inputs, pattern: Dilated, rows: ForwardRows, scale: float | None) -> Tensor:
         """Append a chunk, and return the attention of its tokens over all tokens so far, (B, n, H, D).
 
         ``inputs`` are (B, heads, n, D). ``rows`` are those of this forward: rows of padding are not appended.
@@ -111,10 +111,10 @@ class DilatedCacheLayer(CacheLayerMixin):
         assert self.kv is not None
         self._compare(rows, self.kv)
         chunk = rows.chunk(key.device)
-        if chunk is None or chunk.source is None or chunk.inverse is None:
+        if chunk is None or chunk.order is None or chunk.inverse is None:
             out = self.kv.attend(query, key, value, scale=scale, lengths=None if chunk is None else chunk.lengths)
         else:  # samples with padding in front: their rows come first, and the padding behind is not appended
-            first = (_take(x, chunk.source) for x in (query, key, value))
+            first = (_take(x, chunk.order) for x in (query, key, value))
             out = _take(self.kv.attend(*first, scale=scale, lengths=chunk.lengths), chunk.inverse)
         self._tokens += rows.queries
         self._record(rows.queries, rows.tail(self.max_rollback))
@@ -200,7 +200,7 @@ class DilatedCacheLayer(CacheLayerMixin):
         """Refuse, as ``offload`` does."""
         self.offload()
 
-    def _compare(self, rows: Rows, kv: DilatedKVCache) -> None:
+    def _compare(self, rows: ForwardRows, kv: DilatedKVCache) -> None:
         """Raise if a mask says something else about earlier tokens than the masks before it. Once per forward."""
         if rows.is_compared or rows.past == 0 or rows.mask is None or rows.stays_on_device:
             return
@@ -281,7 +281,7 @@ class DilatedCache(Cache):
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Rows ``index`` (B, n) of each sample of ``x`` (B, n, heads, D)."""
+    """ForwardRows ``index`` (B, n) of each sample of ``x`` (B, n, heads, D)."""
     return x[torch.arange(len(x), device=x.device).unsqueeze(1), index]
 
 

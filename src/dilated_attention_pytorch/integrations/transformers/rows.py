@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,24 +32,11 @@ class Chunk(NamedTuple):
     """The rows of a forward that a cache appends: for each sample the number, and the order with padding behind."""
 
     lengths: Lengths
-    source: Tensor | None  # (B, N): row ``i`` of the chunk is row ``source[b, i]``; None if no sample has padding in front
+    order: Tensor | None  # (B, N): row ``i`` of the chunk is row ``order[b, i]``; None if no sample has padding in front
     inverse: Tensor | None
 
 
-class LocalRows:
-    """The mask of layers with a sliding window or with chunks, which sdpa computes."""
-
-    ndim = 0  # not a padding mask, which has two dimensions
-
-    def __init__(self, mask: Tensor | None) -> None:
-        self.mask = mask
-
-    def contiguous(self) -> LocalRows:
-        """The object itself. Generation with a static cache calls this method of masks."""
-        return self
-
-
-class Rows:
+class ForwardRows:
     """The rows of one forward, read once: the result of the mask function, which reaches every layer unchanged.
 
     Args:
@@ -87,7 +74,7 @@ class Rows:
         """The rows of earlier forwards."""
         return self.total - self.queries
 
-    def contiguous(self) -> Rows:
+    def contiguous(self) -> ForwardRows:
         """The object itself. Generation with a static cache calls this method of masks."""
         return self
 
@@ -169,17 +156,30 @@ class Rows:
         return None, Documents(read_documents_operator(query, key) if compiling else read_documents(query, key), None)
 
 
+class LocalRows:
+    """The mask of layers with a sliding window or with chunks, which sdpa computes, and the rows of the forward."""
+
+    ndim = 0  # not a padding mask, which has two dimensions
+
+    def __init__(self, mask: Tensor | None, rows: ForwardRows) -> None:
+        self.mask, self.rows = mask, rows
+
+    def contiguous(self) -> LocalRows:
+        """The object itself. Generation with a static cache calls this method of masks."""
+        return self
+
+
 def dilated_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Tensor] = causal_mask_function,
-    attention_mask: Tensor | Rows | LocalRows | None = None,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | ForwardRows | LocalRows | None = None,
     **options: Any,
-) -> Rows | LocalRows:
-    """The mask function of ``attn_implementation="dilated"``: it makes the ``Rows`` of a forward.
+) -> ForwardRows | LocalRows:
+    """The mask function of ``attn_implementation="dilated"``: it makes the ``ForwardRows`` of a forward.
 
     Layers with a local mask (a sliding window, or chunks) get the mask of sdpa. Masks that are neither causal nor
     bidirectional nor of packed documents are refused.
@@ -188,20 +188,22 @@ def dilated_mask(
     >>> dilated_mask(2, 3, 3, attention_mask=mask).read()[0]
     Samples(starts=(1, 0), lengths=(2, 3))
     """
-    if isinstance(attention_mask, Rows | LocalRows):
+    if isinstance(attention_mask, ForwardRows | LocalRows):
         return attention_mask
+    is_traced = isinstance(q_offset, Tensor) and torch.compiler.is_compiling()  # its value is not known
     if options.get("local_size") is not None:
         logger.warning_once(
             "Layers with a sliding window or with chunks keep their own mask: sdpa computes them, and other layers "
             "are dilated."
         )
-        return LocalRows(
-            sdpa_mask(
-                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function=mask_function,
-                attention_mask=attention_mask, **options,
-            )
+        mask = sdpa_mask(
+            batch_size, q_length, kv_length, cast(int, q_offset), kv_offset, mask_function=mask_function,
+            attention_mask=attention_mask, **options,
         )  # fmt: skip
-    if isinstance(q_offset, Tensor) and torch.compiler.is_compiling():
+        total = q_length if is_traced else int(q_offset) + q_length
+        padding = None if attention_mask is None or is_traced else attention_mask[:, :total]
+        return LocalRows(mask, ForwardRows(batch_size, q_length, total, kv_length, True, padding))
+    if is_traced:
         raise RuntimeError(
             "dilated attention plans with the number of rows in the cache, which a static cache holds in a tensor: it is "
             "right in eager mode only. Do not compile the model, or use DilatedCache or DynamicCache"
@@ -224,10 +226,10 @@ def dilated_mask(
         if options.get("use_vmap") or total != q_length:
             raise ValueError(ODD_MASK)
         breaks = _breaks_by(mask_function, batch_size, q_length, options.get("device")) if q_length > 1 else None
-    return Rows(batch_size, q_length, total, kv_length, is_causal, mask, breaks)
+    return ForwardRows(batch_size, q_length, total, kv_length, is_causal, mask, breaks)
 
 
-def _breaks_by(mask_function: Callable[..., Tensor], batch: int, n: int, device: torch.device | None) -> Breaks:
+def _breaks_by(mask_function: Callable[..., Any], batch: int, n: int, device: torch.device | None) -> Breaks:
     """Where documents begin by a mask function: rows that do not see the row before them.
 
     The mask is that of documents if no row sees the next one, and each one sees the first row of its document.
@@ -240,7 +242,7 @@ def _breaks_by(mask_function: Callable[..., Tensor], batch: int, n: int, device:
     return Breaks(begins, sees_first.all() & ~sees_next.any())
 
 
-def _host_chunk(rows: Rows, device: torch.device) -> Chunk | None:
+def _host_chunk(rows: ForwardRows, device: torch.device) -> Chunk | None:
     """The chunk of a cache by integers on the host."""
     firsts, counts = [], []
     for start, length in zip(*rows.extents(), strict=True):
@@ -254,7 +256,7 @@ def _host_chunk(rows: Rows, device: torch.device) -> Chunk | None:
     return Chunk(tuple(counts), *_rolled(torch.tensor(firsts, device=device), rows.queries))
 
 
-def _device_chunk(rows: Rows, device: torch.device) -> Chunk:
+def _device_chunk(rows: ForwardRows, device: torch.device) -> Chunk:
     """The chunk of a cache by tensors, without a device synchronisation."""
     assert rows.mask is not None
     valid = rows.mask[:, rows.past :].to(device, non_blocking=True)
