@@ -87,7 +87,7 @@ def dilated_attention_forward(
             cu_seqlens=documents.cu_seqlens,
         ).view_as(inputs.query)  # fmt: skip
         if documents.valid is not None:
-            out = out.masked_fill(~documents.valid[..., None, None], 0.0)
+            out = out.masked_fill(~documents.valid[..., None, None].to(out.device), 0.0)
     if not outputs_weights:
         return out, None
     return out, _weights(inputs, pattern, samples, documents, causal, scaling)

@@ -281,7 +281,7 @@ class DilatedCache(Cache):
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """ForwardRows ``index`` (B, n) of each sample of ``x`` (B, n, heads, D)."""
+    """Rows ``index`` (B, n) of each sample of ``x`` (B, n, heads, D)."""
     return x[torch.arange(len(x), device=x.device).unsqueeze(1), index]
 
 

@@ -62,15 +62,17 @@ class HostRows(NamedTuple):
 
 def read_host(sizes: Sizes, mask: Tensor | None, breaks: Breaks | None) -> HostRows:
     """Read a mask (B, total) and breaks; raise for masks with holes, and for documents behind a cache."""
-    numbers = [] if mask is None else _extents(mask)
-    begins = None
+    begins, numbers = None, []
     if breaks is not None:
         begins = breaks.begins
         if mask is not None:
+            mask = mask.to(begins.device)  # layers of one model may be on several devices
             valid = mask[:, sizes.past :]
             begins = begins & valid[:, 1:] & valid[:, :-1]
         is_odd = begins.new_zeros(()) if breaks.is_regular is None else ~breaks.is_regular
-        numbers = [*numbers, torch.stack((begins.any(), is_odd)).long()]
+        numbers = [torch.stack((begins.any(), is_odd)).long()]
+    if mask is not None:
+        numbers = [*_extents(mask), *numbers]
     values = torch.cat(numbers).tolist() if numbers else []  # the device synchronisation
     if mask is None:
         starts, lengths = [0] * sizes.batch, [sizes.total] * sizes.batch
