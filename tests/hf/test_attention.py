@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM
 
 import hf_models
 import oracle
+import programs
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.integrations.transformers import MOST_WEIGHTS, apply, pattern_of, register, remove
 from hf_models import PATTERN, RATES, SEGMENTS, assert_layers_close, dilated, error, run, tokens
@@ -180,6 +181,12 @@ def test_patterns_of_configs_are_checked(entry, error_type, message):
     model.config.dilated_attention = entry
     with pytest.raises(error_type, match=message):
         model(tokens(1, 9))
+
+
+def test_the_library_does_not_import_transformers(tmp_path):
+    code = "import sys, dilated_attention_pytorch, dilated_attention_pytorch.integrations; assert 'transformers' not in sys.modules"
+    result = programs.run(code, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
 
 
 def test_apply_refuses_what_is_no_model_of_transformers():

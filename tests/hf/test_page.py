@@ -1,0 +1,31 @@
+"""The page of the documentation: all its code runs, and its table holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from dilated_attention_pytorch import Dilated, DilatedKVCache
+
+PAGE = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+
+
+def test_the_code_of_the_page_runs():
+    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(code) == 4
+    names: dict[str, object] = {}
+    for block in code:
+        exec(block, names)
+    assert names["cache"].get_seq_length() == 51
+
+
+def test_the_table_of_cache_sizes():
+    rows = re.findall(r"\| `(\[.*?\])`, `(\[.*?\])` \| ([\d.]+) GiB \| (\d+) GiB \| (\d+) GiB \| (\d+) GiB", PAGE)
+    assert len(rows) == 3
+    for segments, rates, size, *dynamic in rows:
+        pattern = Dilated(*(list(map(int, x.strip("[]").split(","))) for x in (segments, rates)))
+        nbytes = 32 * DilatedKVCache.max_nbytes(pattern, 1, 8, 128, dtype=torch.bfloat16)
+        assert f"{nbytes / 2**30:.2f}" == size
+        assert [int(x) for x in dynamic] == [32 * n * 8 * 128 * 4 // 2**30 for n in (32_768, 262_144, 1_048_576)]
