@@ -22,7 +22,7 @@ MOST_WEIGHTS = 2**26
 # Arguments of models that reach attention, but say nothing about it.
 _OF_MODELS = {
     "use_cache", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "logits_to_keep",
-    "cache_position", "max_length_q", "max_length_k", "deterministic",
+    "shift_labels", "cache_position", "max_length_q", "max_length_k", "deterministic",
 }  # fmt: skip
 _OF_ATTENTION = {"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions", "sliding_window"}
 _REASONS = {
@@ -79,12 +79,14 @@ def dilated_attention_forward(
     samples, documents = rows.read(kwargs.get("position_ids"), cu_seqlens)
     if documents is None:
         options: dict[str, Any] = {} if samples is None else samples._asdict()
-        out = attention(*inputs, pattern, is_causal=causal, scale=scaling, dropout_p=float(dropout), **options)
+        out = attention(
+            *inputs, pattern, is_causal=causal, scale=scaling, dropout_p=float(dropout), group=rows.sharding, **options
+        )
     else:
         flat = (x.reshape(1, -1, *x.shape[2:]) for x in inputs)
         out = attention(
             *Inputs(*flat), pattern, is_causal=causal, scale=scaling, dropout_p=float(dropout),
-            cu_seqlens=documents.cu_seqlens,
+            cu_seqlens=documents.cu_seqlens, group=rows.sharding,
         ).view_as(inputs.query)  # fmt: skip
         if documents.valid is not None:
             out = out.masked_fill(~documents.valid[..., None, None].to(out.device), 0.0)

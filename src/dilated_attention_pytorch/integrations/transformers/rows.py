@@ -11,6 +11,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils import logging
 
 from dilated_attention_pytorch.cache_operators import MOST_STEPS
+from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.integrations.transformers.reading import (
     ODD_MASK,
     Breaks,
@@ -50,6 +51,7 @@ class ForwardRows:
     """
 
     ndim = 0  # not a padding mask, which has two dimensions
+    sharding: Sharding | None = None  # if the rows are those of one rank
 
     def __init__(
         self, batch: int, queries: int, total: int, keys: int, is_causal: bool, mask: Tensor | None = None,
@@ -76,6 +78,10 @@ class ForwardRows:
 
     def contiguous(self) -> ForwardRows:
         """The object itself. Generation with a static cache calls this method of masks."""
+        return self
+
+    def checked(self, mask_function: Callable[..., Tensor], local_size: int | None) -> ForwardRows:
+        """The rows of a forward whose mask was made before, for layers with this mask function."""
         return self
 
     def read(
@@ -188,7 +194,9 @@ def dilated_mask(
     >>> dilated_mask(2, 3, 3, attention_mask=mask).read()[0]
     Samples(starts=(1, 0), lengths=(2, 3))
     """
-    if isinstance(attention_mask, ForwardRows | LocalRows):
+    if isinstance(attention_mask, ForwardRows):
+        return attention_mask.checked(mask_function, options.get("local_size"))
+    if isinstance(attention_mask, LocalRows):
         return attention_mask
     is_traced = isinstance(q_offset, Tensor) and torch.compiler.is_compiling()  # its value is not known
     if options.get("local_size") is not None:
