@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -13,8 +13,15 @@ from dilated_attention_pytorch.integrations.transformers.pattern import ENTRY, e
 from dilated_attention_pytorch.integrations.transformers.rows import dilated_mask
 from dilated_attention_pytorch.patterns.dilated import Dilated
 
+if TYPE_CHECKING:  # a process without a group does not need torch.distributed
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dilated_attention_pytorch.call import Sharding
+
 NAME = "dilated"
 _RECORD = "_before_dilated"
+HOOK = "_shard_hook"  # the attribute of a model whose sequences are sharded over a group
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
@@ -59,6 +66,7 @@ def apply(
     dilation_rates: Sequence[int],
     *,
     offsets: str | Sequence[int] = "interleaved",
+    group: ProcessGroup | DeviceMesh | Sharding | None = None,
 ) -> Model:
     """Turn a transformers model into one with dilated attention, and return it. Parameters do not change.
 
@@ -69,6 +77,9 @@ def apply(
         model: a ``PreTrainedModel`` whose attention is called through transformers' ``AttentionInterface``: Llama, Qwen3,
             Mistral, GPT-2, BERT, ViT and most others.
         segment_lengths, dilation_rates, offsets: the pattern, as in ``Dilated``.
+        group: the ranks over which sequences are sharded: a process group, a device mesh of one dimension or with a
+            dimension named ``"cp"``, or a ``Sharding``. All ranks of the group are given the same batch of whole
+            sequences. Each one computes its rows, and outputs are its rows. ``sharding.ShardHook`` describes it.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -91,6 +102,11 @@ def apply(
             "changed from outside; use a model that does"
         )
     entry = entry_of(Dilated(segment_lengths, dilation_rates, offsets))
+    hook = None
+    if group is not None:
+        from dilated_attention_pytorch.integrations.transformers.sharding import ShardHook  # imports torch.distributed
+
+        hook = ShardHook(model, group)
     register()
     before = [Before(config, config._attn_implementation, getattr(config, ENTRY, None)) for config in _configs(model)]
     model.set_attn_implementation(NAME)
@@ -104,6 +120,9 @@ def apply(
         setattr(config, ENTRY, dict(entry))
     if not hasattr(model, _RECORD):
         setattr(model, _RECORD, before)
+    _detach_hook(model)
+    if hook is not None:
+        setattr(model, HOOK, hook.attach(model))
     return model
 
 
@@ -117,7 +136,15 @@ def remove(model: Model) -> Model:
         )
     _restore(before)
     delattr(model, _RECORD)
+    _detach_hook(model)
     return model
+
+
+def _detach_hook(model: PreTrainedModel) -> None:
+    hook = getattr(model, HOOK, None)
+    if hook is not None:
+        hook.detach()
+        delattr(model, HOOK)
 
 
 def _restore(before: list[Before]) -> None:
