@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.data_loader import (  # type: ignore[import-untyped]  # accelerate has no types
+    BatchSamplerShard,
+    IterableDatasetShard,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -69,7 +72,8 @@ class SequenceTrainer(Trainer):
         return super().evaluation_loop(*args, **kwargs)
 
     def _hook(self) -> ShardHook:
-        hooks = [getattr(module, HOOK) for module in self.model.modules() if hasattr(module, HOOK)]
+        modules = () if self.model is None else self.model.modules()
+        hooks = [getattr(module, HOOK) for module in modules if hasattr(module, HOOK)]
         if len(hooks) != 1:
             raise ValueError(
                 f"SequenceTrainer takes a model with a group: call apply(model, ..., group=group) for one of its modules, "
@@ -102,11 +106,16 @@ class SequenceTrainer(Trainer):
         ]  # fmt: skip
         if len(sharded) != 1 or sharded[0].num_processes != world:
             raise ValueError(
-                f"SequenceTrainer gives the ranks of a group the same batches, which it cannot do with a {type(loader).__name__} "
-                f"over {type(loader.dataset).__name__}; pass accelerator_config={{'dispatch_batches': False}} and a dataset "
-                "of torch.utils.data, without train_sampling_strategy='batch_rebalance'"
+                "SequenceTrainer gives the ranks of a group the same batches, which it cannot do with a "
+                f"{type(loader).__name__} over {type(loader.dataset).__name__}; pass "
+                "accelerator_config={'dispatch_batches': False} and a dataset of torch.utils.data, without "
+                "train_sampling_strategy='batch_rebalance'"
             )
-        sharded[0].num_processes, sharded[0].process_index = world // size, self.args.process_index // size
+        shard = sharded[0]
+        shard.num_processes, shard.process_index = world // size, self.args.process_index // size
+        if shard.num_processes == 1:  # one process has no need of last batches of equal size, to which samples are added
+            shard.even_batches = False
+            shard.batch_size = 1 if isinstance(shard, IterableDatasetShard) else shard.batch_size
         return loader
 
     def _gather_groups(self, tensors: Any) -> Any:

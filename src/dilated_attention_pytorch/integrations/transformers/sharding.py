@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from dilated_attention_pytorch.call import Sharding, check_group
 from dilated_attention_pytorch.distributed.agreement import Arguments, agree, reporting
@@ -27,6 +27,7 @@ from dilated_attention_pytorch.distributed.failures import named
 from dilated_attention_pytorch.distributed.groups import resolve_group
 from dilated_attention_pytorch.distributed.sequence import rows_of
 from dilated_attention_pytorch.distributed.watch import watch_of
+from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.integrations.transformers.reading import ODD_MASK, Documents, Samples
 from dilated_attention_pytorch.integrations.transformers.rows import Rows
 from dilated_attention_pytorch.shards import Shards
@@ -66,15 +67,17 @@ class ShardRows(Rows):
                 f"sdpa computes layers with a sliding window or with chunks, and it knows no group: got a window of "
                 f"{local_size}; set config.sliding_window to None, or apply without group"
             )
-        if mask_function not in (causal_mask_function, bidirectional_mask_function):
+        kinds: tuple[Any, ...] = causal_mask_function, bidirectional_mask_function
+        if mask_function not in kinds:
             raise ValueError(ODD_MASK)
-        if self.by_positions and mask_function is bidirectional_mask_function:
+        is_causal = kinds.index(mask_function) == 0
+        if self.by_positions and not is_causal:
             raise ValueError(
                 "position_ids do not go up by one, which means packed documents in causal models only: with a group, pass "
                 "cu_seq_lens_q for packed documents of a bidirectional model"
             )
         rows = copy(self)
-        rows.is_causal = mask_function is causal_mask_function
+        rows.is_causal = is_causal
         return rows
 
     def read(
@@ -118,7 +121,7 @@ class ShardHook:
         sharding = group if isinstance(group, Sharding) else Sharding(group)
         sharding.check()
         if isinstance(sharding.layout, Shards):
-            raise ValueError(
+            raise TypeError(
                 "batches have different lengths, so the layout of a model must be a name, 'contiguous' or 'zigzag': got "
                 "Shards, which are for one length"
             )
@@ -128,7 +131,7 @@ class ShardHook:
         sources = {sys.modules[type(x).__module__] for x in model.modules() if isinstance(x, PreTrainedModel)}
         self._counts_tokens = any(_COUNTS_TOKENS.search(inspect.getsource(source)) for source in sources)
         self._handles: tuple[RemovableHandle, ...] = ()
-        self._shape = 0, 0
+        self._shape, self._is_empty = (0, 0), False  # samples and rows of a forward; whether the rows are padding
         self._targets: Targets | None = None
 
     @property
@@ -165,12 +168,12 @@ class ShardHook:
         """The outputs of this rank's rows, with the loss."""
         targets, self._targets = self._targets, None
         _check_output(model, output, self._shape)
-        if targets is None:
-            return output
-        loss = output.loss if targets.in_model else _loss(output.logits, targets)
-        if targets.is_mean:
-            loss = loss + (self.mean(loss.detach()) - loss.detach())
-        return type(output)(**dict(output) | {"loss": loss})
+        if targets is not None:
+            loss = output.loss if targets.in_model else _loss(output.logits, targets)
+            if targets.is_mean:
+                loss = loss + (self.mean(loss.detach()) - loss.detach())
+            output = type(output)(**dict(output) | {"loss": loss})
+        return type(output)(**{name: _without_rows(x) for name, x in output.items()}) if self._is_empty else output
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean over the ranks of the group."""
@@ -229,8 +232,10 @@ class ShardHook:
 
     def _shard(self, model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments for this rank's rows."""
-        whole = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
-        (batch, n), watch = whole.shape[:2], watch_of(self.group)
+        watch = watch_of(self.group)
+        given, n = _padded(given, watch.world)
+        whole = _inputs(given)
+        self._is_empty, (batch, n) = n <= watch.rank, whole.shape[:2]
         shards = Shards.even(n, watch.world, str(self.sharding.layout))
         own = rows_of(shards, watch.rank, whole.device)
         mask, positions = given.pop("attention_mask", None), given.pop("position_ids", None)
@@ -251,8 +256,8 @@ class ShardHook:
         self, batch: int, n: int, mask: Tensor | None, positions: Tensor | None, given: dict[str, Any], shards: Shards
     ) -> ShardRows:  # fmt: skip
         """What layers know about the rows, read from the whole batch."""
-        query, key = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
-        packed = None if query is None and key is None else (key if query is None else query, query if key is None else key)
+        bounds = [given[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in given]
+        packed = (bounds[0], bounds[-1]) if bounds else None
         samples, documents = Rows(batch, n, n, n, True, mask).read(positions, packed)
         rank, layout = watch_of(self.group).rank, shards
         if documents is not None:  # of all samples one behind the other
@@ -263,23 +268,23 @@ class ShardHook:
                 )
             )
             valid = documents.valid
-            own = rows_of(shards, rank, valid.device) if valid is not None else None
-            documents = Documents(documents.cu_seqlens, None if valid is None else valid.index_select(1, own))
+            if valid is not None:
+                valid = valid.index_select(1, rows_of(shards, rank, valid.device))
+            documents = Documents(documents.cu_seqlens, valid)
         rows = ShardRows(batch, shards.rows(rank), samples, documents)
         rows.sharding, rows.by_positions = replace(self.sharding, layout=layout), documents is not None and packed is None
         return rows
 
     def _read_targets(self, model: PreTrainedModel, given: dict[str, Any], own: Tensor) -> Targets | None:
-        labels, shifted = given.get("labels"), given.get("shift_labels")
-        if labels is None and shifted is None:
+        if "labels" not in given and "shift_labels" not in given:
             return None
         in_model = _loss_is_shifted(model)
-        if not in_model and shifted is not None:
+        if "shift_labels" not in given:
+            whole = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[..., 1:] if in_model else given["labels"]
+        elif in_model:
+            whole = given["shift_labels"]
+        else:
             raise ValueError(f"the loss of {type(model).__name__} does not shift labels, got shift_labels; pass labels")
-        if in_model and shifted is None:
-            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        whole = shifted if in_model else labels
-        assert whole is not None
         items = given.get("num_items_in_batch")
         share = whole.ne(IGNORED).sum() / watch_of(self.group).world if items is None else items
         return Targets(whole.index_select(1, own), share, items is None, in_model)
@@ -303,6 +308,38 @@ def _check_model(model: PreTrainedModel, signature: inspect.Signature) -> None:
                 f"rows of other ranks reach a rank through dilated attention only: {name} has layers of the kind "
                 f"{others[0] if others else type(module).__name__!r}, which mix rows as well; {way_out}"
             )
+
+
+def _inputs(given: dict[str, Any]) -> Tensor:
+    """Tokens (B, N), or their embeddings (B, N, C)."""
+    inputs: Tensor = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+    return inputs
+
+
+def _padded(given: dict[str, Any], world: int) -> tuple[dict[str, Any], int]:
+    """The arguments with at least one row per rank, because models cannot compute without rows; and the length before.
+
+    The rows that are added are padding. The rank that computes one of them takes it away from the outputs.
+    """
+    inputs = _inputs(given)
+    n, missing = inputs.shape[1], world - inputs.shape[1]
+    if missing <= 0:
+        return given, n
+    mask = given.get("attention_mask", torch.ones(inputs.shape[:2], dtype=torch.int64, device=inputs.device))
+    padded = given | {"attention_mask": nn.functional.pad(mask, (0, missing))}
+    for name in (*_ROWS, "position_ids"):
+        if name in given:
+            x, value = given[name], IGNORED if "labels" in name else 0
+            sides = (0, 0) * (x.dim() - 2 if name in _ROWS else 0) + (0, missing)
+            padded[name] = nn.functional.pad(x, sides, value=value)
+    return padded, n
+
+
+def _without_rows(x: Any) -> Any:
+    """Outputs of rows, without their only row. Gradients of parameters are then 0."""
+    if isinstance(x, tuple | list):
+        return type(x)(map(_without_rows, x))
+    return x[:, :0] if isinstance(x, Tensor) and x.dim() > 1 else x
 
 
 def _check_shapes(given: dict[str, Any]) -> None:
@@ -329,7 +366,7 @@ def _check_shapes(given: dict[str, Any]) -> None:
 def _check_output(model: PreTrainedModel, output: Any, shape: tuple[int, int]) -> None:
     """Raise if an output is not one of a rank's rows."""
     if not isinstance(output, ModelOutput):
-        raise ValueError(f"a model with a group returns a ModelOutput, got {type(output).__name__}; pass return_dict=True")
+        raise TypeError(f"a model with a group returns a ModelOutput, got {type(output).__name__}; pass return_dict=True")
     for name in ("last_hidden_state", "logits"):
         x = output.get(name)
         if x is not None and (x.dim() != 3 or tuple(x.shape[:2]) != shape):
@@ -347,7 +384,7 @@ def _check_output(model: PreTrainedModel, output: Any, shape: tuple[int, int]) -
 
 def _loss_is_shifted(model: PreTrainedModel) -> bool:
     """Whether row ``i`` predicts the label of row ``i + 1``; raise if the loss is not a mean over rows."""
-    function = LOSS_MAPPING.get(getattr(model, "loss_type", None))
+    function = LOSS_MAPPING.get(str(getattr(model, "loss_type", None)))
     if function is ForCausalLMLoss and "loss_function" in inspect.getsource(inspect.unwrap(type(model).forward)):
         return True
     if function in (ForMaskedLMLoss, ForTokenClassification) and not hasattr(model, "_loss_function"):
@@ -361,7 +398,10 @@ def _loss_is_shifted(model: PreTrainedModel) -> bool:
 def _loss(logits: Tensor, targets: Targets) -> Tensor:
     """The loss of a model that does not shift labels."""
     losses = nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), targets.labels.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"
+        logits.to(accumulate_dtype(logits.dtype)).flatten(0, 1),
+        targets.labels.flatten().to(logits.device),
+        ignore_index=IGNORED,
+        reduction="sum",
     )
     return losses / targets.items
 
