@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
-import sys
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
@@ -17,9 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-from transformers.utils.generic import ModelOutput
 
 from dilated_attention_pytorch.call import Sharding, check_group
 from dilated_attention_pytorch.distributed.agreement import Arguments, agree, reporting
@@ -29,26 +25,23 @@ from dilated_attention_pytorch.distributed.sequence import rows_of
 from dilated_attention_pytorch.distributed.watch import watch_of
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.integrations.transformers.reading import ODD_MASK, Documents, Samples
-from dilated_attention_pytorch.integrations.transformers.rows import Rows
+from dilated_attention_pytorch.integrations.transformers.rows import ForwardRows
+from dilated_attention_pytorch.integrations.transformers.sharding_checks import (
+    OF_DOCUMENTS,
+    OF_ROWS,
+    check_arguments,
+    check_model,
+    check_output,
+    counts_tokens,
+    loss_is_shifted,
+)
 from dilated_attention_pytorch.shards import Shards
 
 _FACTOR = -0x61C8864680B583EB
 IGNORED = -100  # the label of a row without a target
-_ROWS = ("input_ids", "inputs_embeds", "token_type_ids", "labels", "shift_labels")  # (B, N, ...)
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_READ = ("attention_mask", "position_ids", "num_items_in_batch", *_PACKED)
-_REASONS = {
-    "past_key_values": "a sharded sequence has no cache; leave it out, and generate with a model without a group",
-    "use_cache": "a sharded sequence has no cache; pass use_cache=False, and generate with a model without a group",
-    "output_attentions": "weights of pairs on different ranks exist on no rank; use a model without a group",
-    "output_router_logits": "the loss of the router is a mean over all rows, which no rank has; leave it out",
-    "logits_to_keep": "a rank has other rows than the last ones of the sequence; leave it out and choose from its rows",
-    "encoder_hidden_states": "dilated attention is self-attention; leave it out",
-}
-_COUNTS_TOKENS = re.compile(r"create_position_ids|mask\b[^\n]*\.cumsum\(|cumsum\(\s*(attention_)?mask\b")
 
 
-class ShardRows(Rows):
+class ShardRows(ForwardRows):
     """The rows of one rank, with what the hook has read from the whole batch."""
 
     def __init__(self, batch: int, count: int, samples: Samples | None, documents: Documents | None) -> None:
@@ -127,9 +120,8 @@ class ShardHook:
             )
         self.sharding = replace(sharding, group=resolve_group(sharding.group))
         self._signature = inspect.signature(type(model).forward)
-        _check_model(model, self._signature)
-        sources = {sys.modules[type(x).__module__] for x in model.modules() if isinstance(x, PreTrainedModel)}
-        self._counts_tokens = any(_COUNTS_TOKENS.search(inspect.getsource(source)) for source in sources)
+        check_model(model, self._signature)
+        self._counts_tokens = counts_tokens(model)
         self._handles: tuple[RemovableHandle, ...] = ()
         self._shape, self._is_empty = (0, 0), False  # samples and rows of a forward; whether the rows are padding
         self._targets: Targets | None = None
@@ -167,7 +159,7 @@ class ShardHook:
     def after(self, model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
         """The outputs of this rank's rows, with the loss."""
         targets, self._targets = self._targets, None
-        _check_output(model, output, self._shape)
+        check_output(model, output, self._shape)
         if targets is not None:
             loss = output.loss if targets.in_model else _loss(output.logits, targets)
             if targets.is_mean:
@@ -197,15 +189,7 @@ class ShardHook:
         given = {name: x for name, x in given.items() if x is not None}
         for name in ("output_attentions", "output_router_logits"):
             given.setdefault(name, getattr(model.config, name, False) or None)
-        for name, x in given.items():
-            if name in _REASONS and (isinstance(x, Tensor) or x):
-                raise ValueError(f"{type(model).__name__} has a group and does not take {name}: {_REASONS[name]}")
-            if isinstance(x, Tensor) and name not in _ROWS + _READ:
-                raise ValueError(
-                    f"{type(model).__name__} has a group, which knows how to shard {', '.join(_ROWS)}, attention_mask and "
-                    f"position_ids: got the tensor {name} as well; use a model without a group"
-                )
-        _check_shapes(given)
+        check_arguments(type(model).__name__, given)
         if self._counts_tokens and "position_ids" not in given:
             raise ValueError(
                 f"{type(model).__name__} makes position_ids from tokens or from its mask, and a rank has not all of them: "
@@ -241,9 +225,9 @@ class ShardHook:
         mask, positions = given.pop("attention_mask", None), given.pop("position_ids", None)
         rows = self._rows(batch, n, None if mask is None else mask.bool(), positions, given, shards)
         self._shape, self._targets = (batch, len(own)), self._read_targets(model, given, own)
-        for name in (*_PACKED, "labels", "shift_labels", "num_items_in_batch"):
+        for name in (*OF_DOCUMENTS, "labels", "shift_labels", "num_items_in_batch"):
             given.pop(name, None)
-        given |= {name: given[name].index_select(1, own) for name in _ROWS if name in given}
+        given |= {name: given[name].index_select(1, own) for name in OF_ROWS if name in given}
         given |= {"attention_mask": rows, "position_ids": own[None] if positions is None else positions[..., own]}
         if "use_cache" in self._signature.parameters:
             given["use_cache"] = False
@@ -258,7 +242,7 @@ class ShardHook:
         """What layers know about the rows, read from the whole batch."""
         bounds = [given[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in given]
         packed = (bounds[0], bounds[-1]) if bounds else None
-        samples, documents = Rows(batch, n, n, n, True, mask).read(positions, packed)
+        samples, documents = ForwardRows(batch, n, n, n, True, mask).read(positions, packed)
         rank, layout = watch_of(self.group).rank, shards
         if documents is not None:  # of all samples one behind the other
             layout = Shards(
@@ -278,7 +262,7 @@ class ShardHook:
     def _read_targets(self, model: PreTrainedModel, given: dict[str, Any], own: Tensor) -> Targets | None:
         if "labels" not in given and "shift_labels" not in given:
             return None
-        in_model = _loss_is_shifted(model)
+        in_model = loss_is_shifted(model)
         if "shift_labels" not in given:
             whole = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[..., 1:] if in_model else given["labels"]
         elif in_model:
@@ -288,26 +272,6 @@ class ShardHook:
         items = given.get("num_items_in_batch")
         share = whole.ne(IGNORED).sum() / watch_of(self.group).world if items is None else items
         return Targets(whole.index_select(1, own), share, items is None, in_model)
-
-
-def _check_model(model: PreTrainedModel, signature: inspect.Signature) -> None:
-    """Raise for models that cannot compute a shard by itself."""
-    name, way_out = type(model).__name__, "apply without group"
-    if "position_ids" not in signature.parameters:
-        raise ValueError(
-            f"a rank passes the positions of its rows as position_ids, which {name}.forward does not take: its rows would "
-            f"be those of a shorter sequence; {way_out}"
-        )
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} has an encoder and a decoder, and a group shards one sequence; {way_out}")
-    for module in model.modules():
-        kinds = getattr(getattr(module, "config", None), "layer_types", None) or []
-        others = [kind for kind in kinds if kind != "full_attention"]
-        if others or isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase):
-            raise ValueError(
-                f"rows of other ranks reach a rank through dilated attention only: {name} has layers of the kind "
-                f"{others[0] if others else type(module).__name__!r}, which mix rows as well; {way_out}"
-            )
 
 
 def _inputs(given: dict[str, Any]) -> Tensor:
@@ -327,10 +291,10 @@ def _padded(given: dict[str, Any], world: int) -> tuple[dict[str, Any], int]:
         return given, n
     mask = given.get("attention_mask", torch.ones(inputs.shape[:2], dtype=torch.int64, device=inputs.device))
     padded = given | {"attention_mask": nn.functional.pad(mask, (0, missing))}
-    for name in (*_ROWS, "position_ids"):
+    for name in (*OF_ROWS, "position_ids"):
         if name in given:
             x, value = given[name], IGNORED if "labels" in name else 0
-            sides = (0, 0) * (x.dim() - 2 if name in _ROWS else 0) + (0, missing)
+            sides = (0, 0) * (x.dim() - 2 if name in OF_ROWS else 0) + (0, missing)
             padded[name] = nn.functional.pad(x, sides, value=value)
     return padded, n
 
@@ -340,59 +304,6 @@ def _without_rows(x: Any) -> Any:
     if isinstance(x, tuple | list):
         return type(x)(map(_without_rows, x))
     return x[:, :0] if isinstance(x, Tensor) and x.dim() > 1 else x
-
-
-def _check_shapes(given: dict[str, Any]) -> None:
-    """Raise if the tensors are not those of whole sequences."""
-    inputs = [given[name] for name in ("input_ids", "inputs_embeds") if name in given]
-    if len(inputs) != 1:
-        raise ValueError(f"pass either input_ids or inputs_embeds, got {len(inputs)} of them")
-    size = tuple(inputs[0].shape[:2])
-    for name in (*_ROWS, "attention_mask"):
-        x = given.get(name)
-        if x is not None and (
-            not isinstance(x, Tensor) or tuple(x.shape[:2]) != size or (name not in _ROWS and x.dim() != 2)
-        ):
-            got = tuple(x.shape) if isinstance(x, Tensor) else x
-            raise ValueError(
-                f"a model with a group takes tensors of whole sequences, {size} for this batch: got {name} {got}; pass "
-                "the same tensors as to a model without a group"
-            )
-    positions = given.get("position_ids")
-    if positions is not None and positions.shape[-1] != size[1]:
-        raise ValueError(f"position_ids must be those of the whole sequences, {size}: got {tuple(positions.shape)}")
-
-
-def _check_output(model: PreTrainedModel, output: Any, shape: tuple[int, int]) -> None:
-    """Raise if an output is not one of a rank's rows."""
-    if not isinstance(output, ModelOutput):
-        raise TypeError(f"a model with a group returns a ModelOutput, got {type(output).__name__}; pass return_dict=True")
-    for name in ("last_hidden_state", "logits"):
-        x = output.get(name)
-        if x is not None and (x.dim() != 3 or tuple(x.shape[:2]) != shape):
-            raise ValueError(
-                f"a rank has {shape[1]} rows of the sequence, so outputs of a model with a group must be outputs of rows, "
-                f"{(*shape, 'features')}: {type(model).__name__} returned {name} {tuple(x.shape)}; apply without group"
-            )
-    for name in ("pooler_output", "aux_loss"):
-        if output.get(name) is not None:
-            raise ValueError(
-                f"{name} is computed from rows that a rank may not have; make {type(model).__name__} without it "
-                "(add_pooling_layer=False), or apply without group"
-            )
-
-
-def _loss_is_shifted(model: PreTrainedModel) -> bool:
-    """Whether row ``i`` predicts the label of row ``i + 1``; raise if the loss is not a mean over rows."""
-    function = LOSS_MAPPING.get(str(getattr(model, "loss_type", None)))
-    if function is ForCausalLMLoss and "loss_function" in inspect.getsource(inspect.unwrap(type(model).forward)):
-        return True
-    if function in (ForMaskedLMLoss, ForTokenClassification) and not hasattr(model, "_loss_function"):
-        return False
-    raise ValueError(
-        f"{type(model).__name__} has a group, and its loss is not known to be a mean over rows; leave out labels, and "
-        "compute the loss from the rows of the ranks"
-    )
 
 
 def _loss(logits: Tensor, targets: Targets) -> Tensor:
