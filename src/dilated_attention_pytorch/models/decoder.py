@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
@@ -13,13 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention_pytorch.cache import DilatedKVCache
 from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.jagged import unpack
-from dilated_attention_pytorch.lengths import Lengths, index_tensor
+from dilated_attention_pytorch.lengths import Lengths
+from dilated_attention_pytorch.models.body import attention_dtype
 from dilated_attention_pytorch.models.config import LongNetConfig
-from dilated_attention_pytorch.models.encoder import LongNetModel, attention_dtype
+from dilated_attention_pytorch.models.encoder import LongNetBase
 from dilated_attention_pytorch.models.generation import CHUNK, Decoding, Generated, Prompts, generate, score
-from dilated_attention_pytorch.models.positions import check_xpos, rotation
+from dilated_attention_pytorch.models.positions import check_xpos
 from dilated_attention_pytorch.models.sampling import Sampling, SamplingOptions
-from dilated_attention_pytorch.models.sequences import ModelRows, RowOptions, unpacked
+from dilated_attention_pytorch.models.sequences import ModelRows, RowOptions, cached_rows, unpacked
 from dilated_attention_pytorch.models.torchscale import from_torchscale
 from dilated_attention_pytorch.shards import Shards
 
@@ -33,7 +35,7 @@ _LOGITS = 2**24  # the most logits that exist at a time in a loss
 _HEAD = "output_projection.weight"
 
 
-class LongNetDecoder(LongNetModel):
+class LongNetDecoder(LongNetBase):
     """LongNet's decoder: causal dilated attention, and logits of the next token.
 
     Args:
@@ -138,7 +140,7 @@ class LongNetDecoder(LongNetModel):
         ``DilatedKVCache`` for the other arguments.
         """
         config, device = self.config, self.head_weight.device
-        dtype = attention_dtype(self) if dtype is None else dtype
+        dtype = attention_dtype(self.layers) if dtype is None else dtype
         check_xpos(config, max_tokens, dtype)
         return [
             DilatedKVCache(
@@ -224,7 +226,11 @@ class LongNetDecoder(LongNetModel):
         if caches is not None:
             self._check_caches(caches, rows)
         embeddings = self.embed(tokens)
-        call = self.rows_of(embeddings, rows) if caches is None else self._cached_rows(embeddings, rows, caches[0])
+        if caches is None:
+            call = self.rows_of(embeddings, rows)
+        else:
+            seen, dtype = caches[0].tokens_seen, caches[0].dtype
+            call = cached_rows(self.config, embeddings, rows.get("lengths"), seen, dtype)
         states = self.enter(embeddings, call)
         for number in range(len(self.layers)):
             states = self.layers.run(number, states, call, True, None if caches is None else caches[number])
@@ -246,32 +252,15 @@ class LongNetDecoder(LongNetModel):
         if self.training and (self.config.attention_dropout or self.config.drop_path):
             raise ValueError("a cache has no dropout of attention and no drop-path; call model.eval() first")
 
-    def _cached_rows(self, x: Tensor, rows: RowOptions, cache: DilatedKVCache) -> ModelRows:
-        """The rows of a chunk: their positions go on from those of the cache, which stay on the device."""
-        positions = torch.arange(x.shape[1], device=x.device) + cache.tokens_seen.unsqueeze(1)
-        lengths = index_tensor("lengths", rows.get("lengths"))
-        valid = None
-        if lengths is not None:
-            on_device = lengths.to(x.device, non_blocking=True)
-            valid = (torch.arange(x.shape[1], device=x.device) < on_device.unsqueeze(1)).unsqueeze(-1)
-        return ModelRows({"lengths": lengths}, rotation(self.config, positions, cache.dtype), valid, None)
-
     def _losses(self, states: Tensor, targets: Tensor, reduction: str) -> Tensor:
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
-        flat, wanted = states.flatten(0, 1), targets.flatten()
-        rows = max(1, _LOGITS // self.head_weight.shape[0])
+        weight = self.head_weight
         kind = "none" if reduction == "none" else "sum"
-        losses = [
-            checkpoint(_cross_entropy, own, self.head_weight, ids, kind, use_reentrant=False)
-            for own, ids in zip(torch.split(flat, rows), torch.split(wanted, rows), strict=True)
-        ]
-        if reduction == "none":
-            return torch.cat(losses).view(targets.shape)
-        total = torch.stack(losses).sum()
-        if reduction == "sum":
+        total = token_losses(states, partial(F.linear, weight=weight), len(weight), targets, kind)
+        if reduction != "mean":
             return total
-        count = (wanted != IGNORED).sum()
+        count = (targets != IGNORED).sum()
         if self.sharding is None:
             return total / count
         from dilated_attention_pytorch.models.ranks import mean_share  # imports torch.distributed
@@ -334,7 +323,24 @@ def _checked_targets(targets: Tensor, states: Tensor, rows: ModelRows) -> Tensor
     return targets if rows.valid is None else targets.masked_fill(~rows.valid.squeeze(-1), IGNORED)
 
 
-def _cross_entropy(states: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    logits = F.linear(states, weight)
+def token_losses(
+    states: Tensor, head: Callable[[Tensor], Tensor], vocabulary: int, targets: Tensor, reduction: str
+) -> Tensor:
+    """The cross entropy of ``targets`` (B, N), in nats: the sum, or (B, N) with ``reduction="none"``.
+
+    ``head`` gives the logits (..., vocabulary) of states (B, N, E). They exist for a few rows at a time, also in the
+    backward. Targets of -100 do not count.
+    """
+    flat, wanted = states.flatten(0, 1), targets.flatten()
+    rows = max(1, _LOGITS // vocabulary)
+    losses = [
+        checkpoint(_cross_entropy, own, head, ids, reduction, use_reentrant=False)
+        for own, ids in zip(torch.split(flat, rows), torch.split(wanted, rows), strict=True)
+    ]
+    return torch.cat(losses).view(targets.shape) if reduction == "none" else torch.stack(losses).sum()
+
+
+def _cross_entropy(states: Tensor, head: Callable[[Tensor], Tensor], targets: Tensor, reduction: str) -> Tensor:
+    logits = head(states)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction=reduction)

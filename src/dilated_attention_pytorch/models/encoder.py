@@ -6,18 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dilated_attention_pytorch.call import Sharding, as_sharding
 from dilated_attention_pytorch.checks import check_is_order
-from dilated_attention_pytorch.dtypes import DTYPES
 from dilated_attention_pytorch.jagged import unpack
 from dilated_attention_pytorch.lengths import Lengths
+from dilated_attention_pytorch.models.body import LongNetBody
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.files import Pretrained
-from dilated_attention_pytorch.models.layers import LayerStack, reset_parameters
-from dilated_attention_pytorch.models.sequences import ModelRows, RowOptions, sequence_rows, unpacked
+from dilated_attention_pytorch.models.layers import reset_parameters
+from dilated_attention_pytorch.models.sequences import unpacked
 from dilated_attention_pytorch.models.torchscale import from_torchscale
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.shards import Shards
@@ -27,13 +26,10 @@ if TYPE_CHECKING:  # a process without a group never imports torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class LongNetModel(Pretrained):
-    """What encoder and decoder have in common: embedding, layers and the last norm.
+class LongNetBase(LongNetBody, Pretrained):
+    """What encoder and decoder have in common."""
 
-    Parameters have the names of the authors' code: ``embed_tokens``, ``layers.{i}.self_attn.q_proj`` and so on, and
-    ``layer_norm``.
-    """
-
+    model_type = "longnet"
     config: LongNetConfig
 
     def __init__(
@@ -44,61 +40,23 @@ class LongNetModel(Pretrained):
         if not isinstance(config, LongNetConfig):
             raise TypeError(f"config must be a LongNetConfig, got {type(config).__name__}; see LongNetConfig.preset")
         super().__init__(config)
-        factory: dict[str, Any] = {"device": "meta", "dtype": dtype}
         self.sharding = as_sharding(group, layout)
         if self.sharding is not None:
             self.sharding.check()
             self.sharding.check_pattern(config.pattern)
-        vocabulary = config.vocab_size
-        self.embed_tokens = None if vocabulary is None else nn.Embedding(vocabulary, config.embed_dim, **factory)
-        self.layers = LayerStack(config, **factory)
-        norm = nn.LayerNorm(config.embed_dim, config.layer_norm_eps, **factory) if config.final_norm else None
-        self.layer_norm = norm
+        self.add_modules(device="meta", dtype=dtype)
+
+    @property
+    def sizes(self) -> LongNetConfig:
+        """The configuration."""
+        return self.config
 
     def reset_parameters(self) -> None:
         """Draw new parameters, as the constructor does."""
         reset_parameters(self, self.config)
 
-    def embed(self, x: Tensor) -> Tensor:
-        """The embeddings (B, N, E) of token ids (B, N), or embeddings as they are."""
-        width = self.config.embed_dim
-        if x.dtype in DTYPES:
-            if x.dim() != 3 or x.shape[-1] != width:
-                raise ValueError(f"embeddings must be (batch, sequence, {width}), got {tuple(x.shape)}")
-            return x
-        if self.embed_tokens is None:
-            raise TypeError(
-                f"this model has no vocabulary, so it takes embeddings (batch, sequence, {width}): got {x.dtype}; set "
-                "vocab_size in the config for token ids"
-            )
-        if x.dtype not in (torch.int64, torch.int32) or x.dim() != 2:
-            raise ValueError(f"token ids must be (batch, sequence), int64 or int32, got {tuple(x.shape)} of {x.dtype}")
-        embedded: Tensor = self.embed_tokens(x)
-        return embedded
 
-    def rows_of(self, x: Tensor, rows: RowOptions) -> ModelRows:
-        """What the layers have to know about the rows of ``x``."""
-        return sequence_rows(self.config, x, rows, self.sharding, self.training, attention_dtype(self))
-
-    def enter(self, embeddings: Tensor, rows: ModelRows) -> Tensor:
-        """The states in front of the first layer."""
-        return F.dropout(rows.zero_padding(embeddings), self.config.dropout, self.training)
-
-    def leave(self, states: Tensor, rows: ModelRows) -> Tensor:
-        """The result from the states behind the last layer."""
-        return rows.zero_padding(states if self.layer_norm is None else self.layer_norm(states))
-
-
-def attention_dtype(model: LongNetModel) -> torch.dtype:
-    """The dtype in which layers compute queries: autocast's if it is enabled, else that of the parameters."""
-    weight = next(model.layers.parameters())
-    device = weight.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return weight.dtype
-
-
-class LongNetEncoder(LongNetModel):
+class LongNetEncoder(LongNetBase):
     """LongNet's encoder: pre-norm layers with sub-LN and dilated attention that is not causal.
 
     Args:

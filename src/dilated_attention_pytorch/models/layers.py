@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.api import attention
-from dilated_attention_pytorch.cache import DilatedKVCache
 from dilated_attention_pytorch.call import AttentionOptions
+from dilated_attention_pytorch.lengths import Lengths
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.sequences import ModelRows
+
+
+class ChunkCache(Protocol):
+    """What a layer needs of a cache: ``DilatedKVCache`` has it."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, lengths: Lengths | None) -> Tensor:
+        """Append a chunk, and return the attention of its tokens over all tokens so far."""
+        ...
 
 
 class LongNetAttention(nn.Module):
@@ -31,7 +40,7 @@ class LongNetAttention(nn.Module):
         self.out_proj = nn.Linear(width, width, **factory)
         self.inner_attn_ln = nn.LayerNorm(width, config.layer_norm_eps, **factory) if config.sub_norm else None
 
-    def forward(self, x: Tensor, rows: ModelRows, is_causal: bool, cache: DilatedKVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rows: ModelRows, is_causal: bool, cache: ChunkCache | None = None) -> Tensor:
         """Attend (B, N, E) over itself, or over a cache that the chunk is appended to."""
         shape = (-1, self.config.head_dim)
         query, key, value = (project(x).unflatten(-1, shape) for project in (self.q_proj, self.k_proj, self.v_proj))
@@ -99,7 +108,7 @@ class LongNetLayer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(config.embed_dim, config.layer_norm_eps, **factory)
 
     def forward(
-        self, x: Tensor, rows: ModelRows, is_causal: bool, paths: Tensor | None = None, cache: DilatedKVCache | None = None
+        self, x: Tensor, rows: ModelRows, is_causal: bool, paths: Tensor | None = None, cache: ChunkCache | None = None
     ) -> Tensor:
         """The next states (B, N, E). ``paths`` holds the factors of both residual paths."""
         x = self._add(x, self.self_attn(self.self_attn_layer_norm(x), rows, is_causal, cache), paths, 0)
@@ -111,32 +120,42 @@ class LongNetLayer(nn.Module):
 
 
 class LayerStack(nn.ModuleList):
-    """The layers of a model, with checkpointing of their activations."""
+    """The layers of a model, with checkpointing of their activations.
+
+    Attributes:
+        gradient_checkpointing: whether the activations of layers are recomputed in the backward.
+        checkpoint_every: the distance of the layers for which this is done; 1 for all layers.
+        checkpoint_function: is called with a layer and its arguments.
+    """
 
     def __init__(self, config: LongNetConfig, **factory: Any) -> None:
         super().__init__(LongNetLayer(config, **factory) for _ in range(config.num_layers))
+        self.gradient_checkpointing = config.checkpoint_layers
+        self.checkpoint_every = 1
+        # The state of the generators is restored, so that dropout is the same again.
+        self.checkpoint_function: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
 
-    def run(self, number: int, x: Tensor, rows: ModelRows, is_causal: bool, cache: DilatedKVCache | None = None) -> Tensor:
+    def run(self, number: int, x: Tensor, rows: ModelRows, is_causal: bool, cache: ChunkCache | None = None) -> Tensor:
         """The states behind layer ``number``."""
         layer = self[number]
-        assert isinstance(layer, LongNetLayer)
-        paths = None if rows.paths is None else rows.paths[number]
-        arguments = x, rows, is_causal, paths, cache
-        if cache is not None or not (layer.self_attn.config.checkpoint_layers and torch.is_grad_enabled()):
-            states: Tensor = layer(*arguments)
-        else:  # the state of the generators is restored, so that dropout is the same again
-            states = checkpoint(layer, *arguments, use_reentrant=False)
+        arguments = x, rows, is_causal, None if rows.paths is None else rows.paths[number], cache
+        recomputed = self.gradient_checkpointing and number % self.checkpoint_every == 0 and torch.is_grad_enabled()
+        states: Tensor = self.checkpoint_function(layer, *arguments) if recomputed and cache is None else layer(*arguments)
         return states
 
 
 def reset_parameters(model: nn.Module, config: LongNetConfig) -> None:
     """PyTorch's own initialisation, and MAGNETO's scale where there are sub-norms, as in the authors' code."""
-    scale = math.sqrt(math.log(2 * config.num_layers)) if config.sub_norm else 1.0
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.LayerNorm):
-            module.reset_parameters()
-        if isinstance(module, nn.Embedding) or name == "output_projection":
-            nn.init.normal_(module.weight, std=config.embed_dim**-0.5)
-        if isinstance(module, nn.Linear) and name.endswith(("fc1", "fc2", "out_proj", "v_proj")):
-            for parameter in module.parameters():
-                parameter.data.mul_(scale)
+        reset_module(name, module, config)
+
+
+def reset_module(name: str, module: nn.Module, config: LongNetConfig) -> None:
+    """Draw the parameters of one module of a model, by its name there."""
+    if isinstance(module, nn.Linear | nn.LayerNorm):
+        module.reset_parameters()
+    if isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and name == "output_projection"):
+        nn.init.normal_(module.weight, std=config.embed_dim**-0.5)
+    if config.sub_norm and isinstance(module, nn.Linear) and name.endswith(("fc1", "fc2", "out_proj", "v_proj")):
+        for parameter in module.parameters():
+            parameter.data.mul_(math.sqrt(math.log(2 * config.num_layers)))

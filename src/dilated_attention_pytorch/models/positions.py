@@ -37,6 +37,11 @@ class Rotation:
     sin: Tensor
     decay: Tensor | None = None  # the factor of queries; keys have its inverse
 
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Rotation:
+        """The same rotation on this device."""
+        cos, sin = (x.to(device, non_blocking=non_blocking) for x in (self.cos, self.sin))
+        return Rotation(cos, sin, None if self.decay is None else self.decay.to(device, non_blocking=non_blocking))
+
     def query(self, x: Tensor) -> Tensor:
         """The queries (B, N, H, D) at their positions."""
         return self._turn(x, self.decay)

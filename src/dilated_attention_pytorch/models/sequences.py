@@ -41,7 +41,15 @@ class ModelRows:
 
     def zero_padding(self, x: Tensor) -> Tensor:
         """``x`` with zeros in padding rows. Whatever they held, also NaN, has no effect."""
-        return x if self.valid is None else torch.where(self.valid, x, torch.zeros((), dtype=x.dtype, device=x.device))
+        if self.valid is None:
+            return x
+        return torch.where(self.valid.to(x.device), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ModelRows:
+        """The rows for a layer on this device. Programs that distribute layers over devices call it."""
+        turn = None if self.rotation is None else self.rotation.to(device, non_blocking)
+        valid, paths = (x if x is None else x.to(device, non_blocking=non_blocking) for x in (self.valid, self.paths))
+        return ModelRows(self.options, turn, valid, paths)
 
 
 def unpacked(x: Tensor, rows: RowOptions) -> tuple[Tensor, RowOptions, Tensor | None]:
@@ -73,6 +81,19 @@ def sequence_rows(
     draws = training and config.drop_path > 0.0
     seed = int(torch.randint(0, 2**62, (), dtype=torch.int64, device="cpu")) if draws else 0
     return _make(config, x, rows, agreed_shard(sharding, x, arguments, seed), training, dtype)
+
+
+def cached_rows(config: LongNetConfig, x: Tensor, lengths: Lengths | None, seen: Tensor, dtype: torch.dtype) -> ModelRows:
+    """The rows of a chunk for caches. Sample ``b`` has seen ``seen[b]`` tokens, and its positions go on from there.
+
+    ``lengths`` are the numbers of tokens at the front of each sample in this chunk. ``seen`` stays on its device.
+    """
+    index = torch.arange(x.shape[1], device=x.device)
+    own = index_tensor("lengths", lengths)
+    valid = None
+    if own is not None:
+        valid = (index < own.to(x.device, non_blocking=True).unsqueeze(1)).unsqueeze(-1)
+    return ModelRows({"lengths": own}, rotation(config, index + seen.unsqueeze(1), dtype), valid, None)
 
 
 def _on_host(x: Tensor, rows: RowOptions) -> RowOptions:

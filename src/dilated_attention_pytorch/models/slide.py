@@ -87,7 +87,116 @@ class SlideConfig(NestedConfig):
         return SlideConfig(encoder=encoder, tile_size=tile_size, slide_ngrids=slide_ngrids, pooling=pooling)
 
 
-class SlideEncoder(Pretrained):
+class SlideBody:
+    """The modules of a slide encoder and what they compute, for a class that is also a ``torch.nn.Module``.
+
+    A subclass says where its sizes are.
+    """
+
+    cls_token: nn.Parameter
+    patch_embed: nn.ModuleDict
+    encoder: LongNetEncoder
+    norm: nn.LayerNorm
+
+    @property
+    def sizes(self) -> SlideConfig:
+        """The sizes and options of this model."""
+        raise NotImplementedError
+
+    def add_modules(self, **factory: Any) -> None:
+        """Make all modules. ``factory`` has the device and the dtype of parameters."""
+        config = self.sizes
+        width = config.encoder.embed_dim
+        self.cls_token = nn.Parameter(torch.empty(1, 1, width, **factory))
+        self.patch_embed = nn.ModuleDict({"proj": nn.Linear(config.in_chans, width, **factory)})
+        self.encoder = LongNetEncoder(config.encoder, **factory)
+        self.norm = nn.LayerNorm(width, config.norm_eps, **factory)
+
+    def embeddings(
+        self, tiles: Tensor, coordinates: Tensor, *, lengths: Lengths | None = None, order: Order | bool | None = None,
+        all_layer_embed: bool = False, check_coordinates: bool = True,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """The embeddings of slides, and those of all layers if they are asked for. See ``SlideEncoder.forward``."""
+        batch, x, rows = self._start(tiles, coordinates, lengths, order, check_coordinates)
+        every = []
+        for states in self._states(x, rows):
+            x = states
+            if all_layer_embed:
+                every.append(self._pool(x, batch))
+        if self.sizes.pooling == "cls":
+            cls_rows = torch.stack([own[0] for own in batch.rows(x)])
+            return self._norm(self.encoder.leave(cls_rows, rows)), every
+        return self._pool(self.encoder.leave(x, rows), batch), every
+
+    def attention_map(
+        self, tiles: Tensor, coordinates: Tensor, *, layer: int = -1, average_heads: bool = True,
+        lengths: Lengths | None = None, order: Order | bool | None = None, check_coordinates: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """The attention weights of the CLS row for each tile in one layer, exactly as the layer computes them.
+
+        A tile that CLS does not meet in the pattern of a head has weight 0 there. The weight of CLS for itself is left out,
+        and so is that of zero keys (``torchscale_padding``). With these two, the weights of a head add up to 1.
+
+        Args:
+            tiles, coordinates, lengths, order, check_coordinates: see ``forward``.
+            layer: the number of the layer; negative ones are counted from the end.
+            average_heads: average over heads.
+
+        Returns:
+            (B, N), or (B, H, N) for each head, nested if the tiles are; 0 for padding. The tiles are in the order in which
+            they were passed, also with ``order``.
+        """
+        layers = self.sizes.encoder.num_layers
+        if not isinstance(layer, int) or not -layers <= layer < layers:
+            raise ValueError(f"layer must be the number of a layer, from {-layers} to {layers - 1}, got {layer!r}")
+        batch, x, rows = self._start(tiles, coordinates, lengths, order, check_coordinates)
+        for _, states in zip(range(layer % layers + 1), self._states(x, rows), strict=False):
+            x = states
+        own = self.encoder.layers[layer]
+        assert isinstance(own, LongNetLayer)
+        x, head = own.self_attn_layer_norm(x), (-1, self.sizes.encoder.head_dim)
+        query, key = (project(x).unflatten(-1, head) for project in (own.self_attn.q_proj, own.self_attn.k_proj))
+        pattern, maps = self.sizes.encoder.pattern, []
+        for q, k in zip(batch.rows(query), batch.rows(key), strict=True):
+            weights = attention_weights(q.unsqueeze(0), k.unsqueeze(0), pattern, [0])[0, :, 0, 1:]
+            maps.append(weights.mean(0) if average_heads else weights)
+        return batch.maps(maps)
+
+    def _start(
+        self, tiles: Tensor, coordinates: Tensor, lengths: Lengths | None, order: Order | bool | None, check: bool
+    ) -> tuple[SlideBatch, Tensor, ModelRows]:
+        """The slides, their tokens, and what the layers have to know about these."""
+        config = self.sizes
+        batch = SlideBatch.of(tiles, coordinates, lengths, config.in_chans, config.tile_size)
+        if check:
+            check_cells(batch, config.tile_size, config.slide_ngrids)
+        batch = batch.ordered(order)
+        dtype, device = self.cls_token.dtype, batch.tiles.device
+        cells = batch.cells if device.type == "mps" else batch.cells.to(device, non_blocking=True)
+        positions = grid_positions(cells, config.encoder.embed_dim).to(device, dtype)
+        embedded = self.patch_embed["proj"](batch.tiles.to(dtype)) + positions
+        x = batch.tokens(embedded, self.cls_token)
+        return batch, x, self.encoder.rows_of(x, {"cu_seqlens": batch.cu_seqlens})
+
+    def _states(self, x: Tensor, rows: ModelRows) -> Iterator[Tensor]:
+        """The states in front of the first layer and behind each layer."""
+        x = self.encoder.enter(x, rows)
+        yield x
+        for number in range(len(self.encoder.layers)):
+            x = self.encoder.layers.run(number, x, rows, False)
+            yield x
+
+    def _pool(self, x: Tensor, batch: SlideBatch) -> Tensor:
+        """The embeddings (B, E) of states."""
+        mean = self.sizes.pooling == "mean"
+        return self._norm(torch.stack([own[1:].mean(0) if mean else own[0] for own in batch.rows(x)]))
+
+    def _norm(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(x)
+        return result
+
+
+class SlideEncoder(SlideBody, Pretrained):
     """Prov-GigaPath's slide encoder. Parameters have the names of its checkpoints.
 
     Args:
@@ -105,6 +214,7 @@ class SlideEncoder(Pretrained):
     """
 
     config_type = SlideConfig
+    model_type = "longnet_slide"
     config: SlideConfig
 
     def __init__(
@@ -113,13 +223,13 @@ class SlideEncoder(Pretrained):
         if not isinstance(config, SlideConfig):
             raise TypeError(f"config must be a SlideConfig, got {type(config).__name__}; see SlideConfig.gigapath")
         super().__init__(config)
-        factory: dict[str, Any] = {"device": "meta", "dtype": dtype}
-        width = config.encoder.embed_dim
-        self.cls_token = nn.Parameter(torch.empty(1, 1, width, **factory))
-        self.patch_embed = nn.ModuleDict({"proj": nn.Linear(config.in_chans, width, **factory)})
-        self.encoder = LongNetEncoder(config.encoder, **factory)
-        self.norm = nn.LayerNorm(width, config.norm_eps, **factory)
+        self.add_modules(device="meta", dtype=dtype)
         self.materialise(device)
+
+    @property
+    def sizes(self) -> SlideConfig:
+        """The configuration."""
+        return self.config
 
     def reset_parameters(self) -> None:
         """Draw new parameters, as the constructor does."""
@@ -164,82 +274,11 @@ class SlideEncoder(Pretrained):
                 This costs one device synchronisation if they are on a GPU, and none on the CPU. False leaves it out.
                 Cells off the grid then get positions with which the model was not trained.
         """
-        batch, x, rows = self._start(tiles, coordinates, lengths, order, check_coordinates)
-        if all_layer_embed:
-            return [self._pool(states, batch) for states in self._states(x, rows)]
-        for states in self._states(x, rows):
-            x = states
-        if self.config.pooling == "cls":
-            cls_rows = torch.stack([own[0] for own in batch.rows(x)])
-            return self._norm(self.encoder.leave(cls_rows, rows))
-        return self._pool(self.encoder.leave(x, rows), batch)
-
-    def attention_map(
-        self, tiles: Tensor, coordinates: Tensor, *, layer: int = -1, average_heads: bool = True,
-        lengths: Lengths | None = None, order: Order | bool | None = None, check_coordinates: bool = True,
-    ) -> Tensor:  # fmt: skip
-        """The attention weights of the CLS row for each tile in one layer, exactly as the layer computes them.
-
-        A tile that CLS does not meet in the pattern of a head has weight 0 there. The weight of CLS for itself is left out,
-        and so is that of zero keys (``torchscale_padding``). With these two, the weights of a head add up to 1.
-
-        Args:
-            tiles, coordinates, lengths, order, check_coordinates: see ``forward``.
-            layer: the number of the layer; negative ones are counted from the end.
-            average_heads: average over heads.
-
-        Returns:
-            (B, N), or (B, H, N) for each head, nested if the tiles are; 0 for padding. The tiles are in the order in which
-            they were passed, also with ``order``.
-        """
-        layers = self.config.encoder.num_layers
-        if not isinstance(layer, int) or not -layers <= layer < layers:
-            raise ValueError(f"layer must be the number of a layer, from {-layers} to {layers - 1}, got {layer!r}")
-        batch, x, rows = self._start(tiles, coordinates, lengths, order, check_coordinates)
-        for _, states in zip(range(layer % layers + 1), self._states(x, rows), strict=False):
-            x = states
-        own = self.encoder.layers[layer]
-        assert isinstance(own, LongNetLayer)
-        x, head = own.self_attn_layer_norm(x), (-1, self.config.encoder.head_dim)
-        query, key = (project(x).unflatten(-1, head) for project in (own.self_attn.q_proj, own.self_attn.k_proj))
-        pattern, maps = self.config.encoder.pattern, []
-        for q, k in zip(batch.rows(query), batch.rows(key), strict=True):
-            weights = attention_weights(q.unsqueeze(0), k.unsqueeze(0), pattern, [0])[0, :, 0, 1:]
-            maps.append(weights.mean(0) if average_heads else weights)
-        return batch.maps(maps)
-
-    def _start(
-        self, tiles: Tensor, coordinates: Tensor, lengths: Lengths | None, order: Order | bool | None, check: bool
-    ) -> tuple[SlideBatch, Tensor, ModelRows]:
-        """The slides, their tokens, and what the layers have to know about these."""
-        config = self.config
-        batch = SlideBatch.of(tiles, coordinates, lengths, config.in_chans, config.tile_size)
-        if check:
-            check_cells(batch, config.tile_size, config.slide_ngrids)
-        batch = batch.ordered(order)
-        dtype, device = self.cls_token.dtype, batch.tiles.device
-        cells = batch.cells if device.type == "mps" else batch.cells.to(device, non_blocking=True)
-        positions = grid_positions(cells, config.encoder.embed_dim).to(device, dtype)
-        embedded = self.patch_embed["proj"](batch.tiles.to(dtype)) + positions
-        x = batch.tokens(embedded, self.cls_token)
-        return batch, x, self.encoder.rows_of(x, {"cu_seqlens": batch.cu_seqlens})
-
-    def _states(self, x: Tensor, rows: ModelRows) -> Iterator[Tensor]:
-        """The states in front of the first layer and behind each layer."""
-        x = self.encoder.enter(x, rows)
-        yield x
-        for number in range(len(self.encoder.layers)):
-            x = self.encoder.layers.run(number, x, rows, False)
-            yield x
-
-    def _pool(self, x: Tensor, batch: SlideBatch) -> Tensor:
-        """The embeddings (B, E) of states."""
-        mean = self.config.pooling == "mean"
-        return self._norm(torch.stack([own[1:].mean(0) if mean else own[0] for own in batch.rows(x)]))
-
-    def _norm(self, x: Tensor) -> Tensor:
-        result: Tensor = self.norm(x)
-        return result
+        pooled, every = self.embeddings(
+            tiles, coordinates, lengths=lengths, order=order, all_layer_embed=all_layer_embed,
+            check_coordinates=check_coordinates,
+        )  # fmt: skip
+        return every if all_layer_embed else pooled
 
     @classmethod
     def from_gigapath(
