@@ -1,4 +1,4 @@
-"""Models in folders: ``config.json`` and ``model.safetensors``."""
+"""Models in folders: ``config.json`` and ``model.safetensors``. Classes for transformers read and write the same files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from dilated_attention_pytorch.dtypes import DTYPES
 from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.safetensors import read_safetensors, write_beside, write_safetensors
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-_CLASS = "architecture"
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_CLASS, _TYPE = "architecture", "model_type"
+# What transformers writes into a config besides the fields of a model. It does not change what a model computes.
+_OF_TRANSFORMERS = (
+    "architectures", "transformers_version", "dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
 
 
 class Pretrained(nn.Module):
     """A model with a config that can be saved to a folder and loaded from it.
 
     A subclass takes its config, ``device`` and further options. ``config_type`` has ``to_dict`` and ``from_dict``. The
-    constructor makes all parameters on the meta device, and ends with ``materialise``.
+    constructor makes all parameters on the meta device, and ends with ``materialise``. ``model_type`` is the name of the
+    family in transformers, by which its ``AutoConfig`` finds a class.
     """
 
     config_type: Any = LongNetConfig
+    model_type: str | None = None
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -49,7 +55,8 @@ class Pretrained(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: _whole(x) for name, x in self.state_dict().items()}
         write_safetensors(folder / WEIGHTS, tensors, {"format": "pt"})
-        text = json.dumps({_CLASS: type(self).__name__} | self.config.to_dict(), indent=2) + "\n"
+        family = {} if self.model_type is None else {_TYPE: self.model_type}
+        text = json.dumps({_CLASS: type(self).__name__} | family | self.config.to_dict(), indent=2) + "\n"
         write_beside(folder / CONFIG, lambda file: _write(file, text))
 
     @classmethod
@@ -60,24 +67,35 @@ class Pretrained(nn.Module):
         """The model that ``save_pretrained`` wrote. Nothing is unpickled, and every tensor must be there.
 
         Args:
-            folder: with ``config.json`` and ``model.safetensors``.
+            folder: with ``config.json`` and ``model.safetensors``. The tensors may also be in several files, which
+                ``model.safetensors.index.json`` lists, as transformers writes them.
             device, dtype: of the parameters; PyTorch's default device and the dtypes of the file if None.
             options: further arguments of the constructor, for example ``group``.
         """
         folder = Path(folder)
-        for name in (CONFIG, WEIGHTS):
-            if not (folder / name).is_file():
-                raise FileNotFoundError(f"{folder} has no {name}; save_pretrained writes {CONFIG} and {WEIGHTS}")
+        if not (folder / CONFIG).is_file():
+            raise FileNotFoundError(f"{folder} has no {CONFIG}; save_pretrained writes {CONFIG} and {WEIGHTS}")
         try:
             values = json.loads((folder / CONFIG).read_text("utf-8"))
-            own = values.pop(_CLASS, cls.__name__) if isinstance(values, dict) else cls.__name__
+            own = cls._without_foreign(values) if isinstance(values, dict) else cls.__name__
             config = cls.config_type.from_dict(values)
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{folder / CONFIG}: {error}") from None
         if own != cls.__name__:
             raise ValueError(f"{folder / CONFIG} is of a {own}; load it with {own}.from_pretrained")
-        tensors, _ = read_safetensors(folder / WEIGHTS)
-        return cls.from_tensors(config, tensors, str(folder / WEIGHTS), device=device, dtype=dtype, **options)
+        tensors, source = _tensors(folder)
+        return cls.from_tensors(config, tensors, source, device=device, dtype=dtype, **options)
+
+    @classmethod
+    def _without_foreign(cls, values: dict[str, Any]) -> str:
+        """Remove what is not a field of the config, and return the name of the class."""
+        family = values.pop(_TYPE, cls.model_type)
+        if family != cls.model_type:
+            raise ValueError(f"the {_TYPE} of a {cls.__name__} is {cls.model_type!r}, got {family!r}")
+        for name in _OF_TRANSFORMERS:
+            values.pop(name, None)
+        name = values.pop(_CLASS, cls.__name__)
+        return str(name)
 
     @classmethod
     def from_tensors(
@@ -100,6 +118,36 @@ class Pretrained(nn.Module):
     def adapt(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors under the names that this model has."""
         return tensors
+
+
+def _tensors(folder: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a folder, and the file that holds or lists them."""
+    if (folder / WEIGHTS).is_file():
+        return read_safetensors(folder / WEIGHTS)[0], str(folder / WEIGHTS)
+    if not (folder / INDEX).is_file():
+        raise FileNotFoundError(
+            f"{folder} has no {WEIGHTS}, and no {INDEX}, which lists several files; save_pretrained writes {WEIGHTS}"
+        )
+    try:
+        listed = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+        files = sorted({*listed.values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{folder / INDEX} must have a 'weight_map' with the file of each tensor: {error!r}") from None
+    strange = [str(name) for name in files if not isinstance(name, str) or Path(name).name != name]
+    if strange:
+        raise ValueError(f"{folder / INDEX} must list files of its own folder by their names, got {', '.join(strange)}")
+    absent = [name for name in files if not (folder / name).is_file()]
+    if absent:
+        raise FileNotFoundError(f"{folder / INDEX} lists files that are not there: {', '.join(absent)}; copy them again")
+    tensors: dict[str, Tensor] = {}
+    for name in files:
+        found, _ = read_safetensors(folder / name)
+        expected = {tensor for tensor, file in listed.items() if file == name}
+        if found.keys() != expected:
+            different = ", ".join(sorted(found.keys() ^ expected))
+            raise ValueError(f"{folder / name} must hold the tensors that {INDEX} lists for it; these differ: {different}")
+        tensors |= found
+    return tensors, str(folder / INDEX)
 
 
 def check_tensors_of(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
