@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache, LlamaConfig, StaticCache
 
+from dilated_attention_pytorch import LongNetDecoder
 from dilated_attention_pytorch.integrations.transformers import (
     DilatedCache,
     LongNetForCausalLM,
     LongNetForMaskedLM,
     LongNetModel,
     LongNetPreTrainedConfig,
+    apply,
 )
 from hf_longnet import KINDS, VOCABULARY, config, decoder, encoder, in_transformers, ragged
 
@@ -246,8 +248,6 @@ def test_masks_and_caches_that_are_refused():
 
 
 def config_of_llama():
-    from transformers import LlamaConfig
-
     return LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY)
 
 
@@ -263,8 +263,6 @@ def test_arguments_that_are_refused():
 
 
 def test_embeddings_can_be_resized(tmp_path):
-    from dilated_attention_pytorch import LongNetDecoder
-
     for kind in ("tied", "untied"):
         model = in_transformers(decoder(kind), LongNetForCausalLM)
         model.resize_token_embeddings(VOCABULARY + 7)
@@ -274,3 +272,26 @@ def test_embeddings_can_be_resized(tmp_path):
         assert logits.shape[-1] == VOCABULARY + 7
         model.save_pretrained(tmp_path / kind)
         assert LongNetDecoder.from_pretrained(tmp_path / kind).eval()(ids).equal(logits)
+
+
+def test_a_config_that_changes_under_a_model_is_refused():
+    """The layers would keep their pattern, and the cache would have another one."""
+    _, model = double()
+    ids = tokens(1, 8)
+    with pytest.raises(ValueError, match="the pattern of a LongNet is in segment_lengths"):
+        apply(model, segment_lengths=[4], dilation_rates=[1])
+    model(ids)
+    model.config.segment_lengths = [8, 16, 32]
+    with pytest.raises(ValueError, match="other values of segment_lengths than the config has now"):
+        model(ids)
+
+
+def test_values_that_are_passed_to_from_pretrained(tmp_path):
+    plain, ids = decoder(), tokens(1, 40)
+    plain.save_pretrained(tmp_path)
+    changed = {"segment_lengths": [8, 40], "dilation_rates": [1, 1]}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **changed)
+    other = LongNetDecoder(plain.config.replace(segment_lengths=(8, 40), dilation_rates=(1, 1))).eval()
+    other.load_state_dict(plain.state_dict())
+    assert model(ids).logits.equal(other(ids))
+    assert not model(ids).logits.equal(plain(ids))

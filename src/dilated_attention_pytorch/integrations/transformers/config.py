@@ -130,6 +130,13 @@ class LongNetPreTrainedConfig(_CheckedConfig):
         """The pattern, as configs of other models hold it."""
         return entry_of(self.longnet.pattern)
 
+    @dilated_attention.setter
+    def dilated_attention(self, entry: Any) -> None:
+        raise ValueError(
+            "the pattern of a LongNet is in segment_lengths, dilation_rates and offsets, and its layers are made with it: "
+            f"got dilated_attention={entry!r}; make a new config and a new model, and load the state dict of this one"
+        )
+
     @property
     def layer_types(self) -> list[str]:
         """The type of every layer. By this, ``DynamicCache(config=config)`` has layers of a fixed size."""

@@ -16,7 +16,7 @@ from dilated_attention_pytorch.integrations.transformers.rows import Rows
 from dilated_attention_pytorch.lengths import Lengths
 from dilated_attention_pytorch.models.body import LongNetBody, attention_dtype
 from dilated_attention_pytorch.models.config import LongNetConfig
-from dilated_attention_pytorch.models.layers import reset_module
+from dilated_attention_pytorch.models.layers import LongNetLayer, reset_module
 from dilated_attention_pytorch.models.positions import check_xpos, rotation
 from dilated_attention_pytorch.models.sequences import ModelRows
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -106,6 +106,7 @@ class LongNetPreTrainedModel(LongNetBody, DilatedPreTrainedModel):
     def states_of(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, context: Context) -> States:
         """The states of all tokens. The mask is read once."""
         self.check_implementation()
+        self._check_config()
         given = [x for x in (input_ids, inputs_embeds) if x is not None]
         if len(given) != 1:
             raise ValueError(f"pass input_ids or inputs_embeds, one of the two: got {'both' if given else 'neither'}")
@@ -125,6 +126,18 @@ class LongNetPreTrainedModel(LongNetBody, DilatedPreTrainedModel):
         found = self._run(flat, call, rows, context)
         every = None if found.every is None else tuple(one.view(x.shape) for one in found.every)
         return States(found.last.view(x.shape), documents.valid, every)
+
+    def _check_config(self) -> None:
+        """Raise if the config is not that with which the layers were made, except for the size of the vocabulary."""
+        layer, sizes = self.layers[0], self.sizes
+        assert isinstance(layer, LongNetLayer)
+        made = layer.self_attn.config
+        if sizes != made and sizes.replace(vocab_size=made.vocab_size) != made:
+            names = [name for name, x in made.to_dict().items() if x != sizes.to_dict()[name]]
+            raise ValueError(
+                f"the layers were made with other values of {', '.join(names)} than the config has now; make a new model "
+                "with the config, or pass the values to from_pretrained"
+            )
 
     def _cached_rows(self, x: Tensor, rows: Rows, context: Context) -> ModelRows:
         """The rows of a chunk: the positions of each sample go on from those that the cache has seen."""
