@@ -48,7 +48,7 @@ class ChunkKeys(Tensor):
         )
 
 
-class DilatedCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class DilatedCacheLayer(CacheLayerMixin):
     """The cache of one layer: a ``DilatedKVCache``, which is made when the first tokens arrive.
 
     ``update`` gives the keys of the new tokens to dilated attention, which calls ``attend``. A layer of a config with
@@ -66,7 +66,7 @@ class DilatedCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_croppable = True
 
     def __init__(self, pattern: Dilated | None = None, *, max_tokens: int | None = None, max_rollback: int = 32) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.pattern, self.max_tokens, self.max_rollback = pattern, max_tokens, max_rollback
         self.kv: DilatedKVCache | None = None
         self._tokens = 0  # of every sample, padding included

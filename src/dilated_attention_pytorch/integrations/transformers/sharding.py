@@ -142,7 +142,7 @@ class ShardHook:
         for handle in self._handles:
             handle.remove()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the exchange is not traced
+    @torch.compiler.disable  # the exchange is not traced
     def before(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
@@ -155,7 +155,7 @@ class ShardHook:
         with reporting(self.sharding):
             return (), self._shard(model, given)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable
     def after(self, model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
         """The outputs of this rank's rows, with the loss."""
         targets, self._targets = self._targets, None

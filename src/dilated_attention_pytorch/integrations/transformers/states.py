@@ -12,7 +12,7 @@ from transformers import Cache
 from dilated_attention_pytorch.integrations.transformers.cache import DilatedCache, DilatedCacheLayer
 from dilated_attention_pytorch.integrations.transformers.config import ENCODER, LongNetPreTrainedConfig
 from dilated_attention_pytorch.integrations.transformers.pretrained import DilatedPreTrainedModel
-from dilated_attention_pytorch.integrations.transformers.rows import Rows
+from dilated_attention_pytorch.integrations.transformers.rows import ForwardRows
 from dilated_attention_pytorch.lengths import Lengths
 from dilated_attention_pytorch.models.body import LongNetBody, attention_dtype
 from dilated_attention_pytorch.models.config import LongNetConfig
@@ -47,7 +47,7 @@ class States(NamedTuple):
 class LayerChunk:
     """The cache of one layer for one forward, as ``LongNetAttention`` calls it."""
 
-    def __init__(self, layer: Any, pattern: Dilated, rows: Rows) -> None:
+    def __init__(self, layer: Any, pattern: Dilated, rows: ForwardRows) -> None:
         self.layer, self.pattern, self.rows = layer, pattern, rows
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, lengths: Lengths | None) -> Tensor:
@@ -139,7 +139,7 @@ class LongNetPreTrainedModel(LongNetBody, DilatedPreTrainedModel):
                 "with the config, or pass the values to from_pretrained"
             )
 
-    def _cached_rows(self, x: Tensor, rows: Rows, context: Context) -> ModelRows:
+    def _cached_rows(self, x: Tensor, rows: ForwardRows, context: Context) -> ModelRows:
         """The rows of a chunk: the positions of each sample go on from those that the cache has seen."""
         assert context.cache is not None
         config, dtype = self.sizes, attention_dtype(self.layers)
@@ -161,7 +161,7 @@ class LongNetPreTrainedModel(LongNetBody, DilatedPreTrainedModel):
         valid = None if rows.mask is None else rows.mask[:, rows.past :].unsqueeze(-1)
         return ModelRows({}, rotation(config, positions, dtype), valid, None)
 
-    def _run(self, x: Tensor, call: ModelRows, rows: Rows, context: Context) -> States:
+    def _run(self, x: Tensor, call: ModelRows, rows: ForwardRows, context: Context) -> States:
         pattern, caches = self.sizes.pattern, None if context.cache is None else context.cache.layers
         states = self.enter(x, call)
         every = [states] if context.output_hidden_states else []
@@ -175,7 +175,7 @@ class LongNetPreTrainedModel(LongNetBody, DilatedPreTrainedModel):
         return States(last, None if call.valid is None else call.valid.squeeze(-1), found)
 
 
-def _rows_of(x: Tensor, context: Context, is_causal: bool) -> Rows:
+def _rows_of(x: Tensor, context: Context, is_causal: bool) -> ForwardRows:
     """The rows of a forward, with its mask checked."""
     batch, n = x.shape[:2]
     total = n + (0 if context.cache is None else context.cache.get_seq_length())
@@ -188,7 +188,7 @@ def _rows_of(x: Tensor, context: Context, is_causal: bool) -> Rows:
                 "for pairs of tokens has no dilated form"
             )
         mask = mask.to(x.device, torch.bool)
-    return Rows(batch, n, total, total, is_causal, mask)
+    return ForwardRows(batch, n, total, total, is_causal, mask)
 
 
 def document_bounds(query: Tensor | None, key: Tensor | None) -> tuple[Tensor, Tensor] | None:
