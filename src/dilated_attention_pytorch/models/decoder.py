@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
@@ -257,7 +256,7 @@ class LongNetDecoder(LongNetBase):
             raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
         weight = self.head_weight
         kind = "none" if reduction == "none" else "sum"
-        total = token_losses(states, partial(F.linear, weight=weight), len(weight), targets, kind)
+        total = token_losses(states, lambda own: F.linear(own, weight), len(weight), targets, kind)
         if reduction != "mean":
             return total
         count = (targets != IGNORED).sum()
