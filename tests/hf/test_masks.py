@@ -289,23 +289,29 @@ def test_documents_in_hybrid_models(make, window):
             assert_layers_close([y[:, r] for y in found], run(model, x[:, r]), 1e-11)
 
 
-def test_bidirectional_sliding_layers():
+def modern_bert(window=8):
     config = ModernBertConfig(
-        **hf_models._sizes(num_hidden_layers=3), global_attn_every_n_layers=3, local_attention=8,
+        **hf_models._sizes(num_hidden_layers=3), global_attn_every_n_layers=3, local_attention=window,
         attention_dropout=0.0, embedding_dropout=0.0, mlp_dropout=0.0,
     )  # fmt: skip
-    model, x = hf_models._ready(ModernBertModel(config)), tokens(2, 41)
+    return hf_models._ready(ModernBertModel(config))
 
-    def outputs():
-        with torch.no_grad():
-            return [model(x).last_hidden_state]
 
+def test_bidirectional_sliding_layers():
+    model, x = modern_bert(), tokens(2, 41)
     model.set_attn_implementation("sdpa")
-    dense = outputs()
-    apply(model, *FULL)
-    assert_layers_close(outputs(), dense, 1e-11)
-    dilated(model)
-    assert error(outputs(), dense) > 0.01
+    dense = run(model, x)
+    assert_layers_close(run(apply(model, *FULL), x), dense, 1e-11)
+    assert error(run(dilated(model), x), dense) > 0.01
+
+
+@pytest.mark.parametrize("window", [8, 4096])
+def test_documents_in_bidirectional_sliding_layers(window):
+    model, x = dilated(modern_bert(window)), tokens(1, sum(PACKED))
+    bounds = torch.tensor([0, *torch.tensor(PACKED).cumsum(0).tolist()])
+    found = run(model, x, position_ids=documents(PACKED), cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    for r in slices(PACKED):
+        assert_layers_close([y[:, r] for y in found], run(model, x[:, r]), 1e-11)
 
 
 def test_sliding_layers_warn_once(monkeypatch):

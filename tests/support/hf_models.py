@@ -98,7 +98,7 @@ def tokens(batch: int, n: int, seed: int = 0) -> Tensor:
 
 def projections(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The output projections of the attention layers. Their inputs are what attention computed."""
-    names = ("self_attn.o_proj", "attn.c_proj", "attention.output.dense", "attention.o_proj", "attention.dense")
+    names = ("self_attn.o_proj", "attn.c_proj", "attention.output.dense", "attention.o_proj", "attention.dense", "attn.Wo")
     found = [module for name, module in model.named_modules() if name.endswith(names)]
     assert found, "no output projection has a known name"
     return found

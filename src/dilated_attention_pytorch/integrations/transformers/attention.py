@@ -66,7 +66,7 @@ def dilated_attention_forward(
     _check_arguments(kwargs)
     if isinstance(attention_mask, LocalRows):
         return _local_attention(module, Inputs(query, key, value), attention_mask, dropout, scaling, is_causal, kwargs)
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = _is_causal(module, is_causal)
     rows = _rows_of(query, key, attention_mask, causal)
     _check_self_attention(module, rows, causal, kwargs.get("sliding_window"))
     pattern, outputs_weights = pattern_of(_config_of(module)), bool(kwargs.get("output_attentions"))
@@ -93,6 +93,10 @@ def dilated_attention_forward(
     if not outputs_weights:
         return out, None
     return out, _weights(inputs, pattern, samples, documents, causal, scaling)
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _config_of(module: nn.Module) -> Any:
@@ -214,15 +218,17 @@ def _local_attention(
     if cu_seqlens is not None or not torch.compiler.is_compiling():  # compiled models have documents in the mask
         _, documents = rows.rows.read(kwargs.get("position_ids"), cu_seqlens)
         if documents is not None:
-            mask = _local_documents(inputs, documents, mask, kwargs.get("sliding_window"))
+            inside = _same_documents(inputs, documents, kwargs.get("sliding_window"))
+            whole = inside.tril() if _is_causal(module, is_causal) else inside  # for a window longer than the sequence
+            mask = whole if mask is None else inside & mask
     out, _ = sdpa_attention_forward(
         module, *inputs, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )  # fmt: skip
     return out, None
 
 
-def _local_documents(inputs: Inputs, documents: Documents, mask: Tensor | None, window: int | None) -> Tensor:
-    """The mask (B, 1, N, N) of a sliding window inside documents. Stock masks have no documents if there is a cache."""
+def _same_documents(inputs: Inputs, documents: Documents, window: int | None) -> Tensor:
+    """Whether rows are of the same document, (B, 1, N, N). Stock masks have no documents if there is a cache."""
     (batch, _, n, _), m = inputs.query.shape, inputs.key.shape[2]
     if window is None or m != n:
         raise ValueError(
@@ -232,8 +238,7 @@ def _local_documents(inputs: Inputs, documents: Documents, mask: Tensor | None, 
     device = inputs.query.device
     bounds = torch.as_tensor(documents.cu_seqlens, device=device, dtype=torch.int64)
     number = torch.bucketize(torch.arange(batch * n, device=device), bounds[1:], right=True).view(batch, 1, n)
-    inside = number.unsqueeze(-1) == number.unsqueeze(-2)
-    return inside.tril() if mask is None else inside & mask
+    return number.unsqueeze(-1) == number.unsqueeze(-2)
 
 
 def _weights(

@@ -111,10 +111,10 @@ class DilatedCacheLayer(CacheLayerMixin):
         assert self.kv is not None
         self._compare(rows, self.kv)
         chunk = rows.chunk(key.device)
-        if chunk is None or chunk.order is None or chunk.inverse is None:
+        if chunk is None or chunk.source is None or chunk.inverse is None:
             out = self.kv.attend(query, key, value, scale=scale, lengths=None if chunk is None else chunk.lengths)
         else:  # samples with padding in front: their rows come first, and the padding behind is not appended
-            first = (_take(x, chunk.order) for x in (query, key, value))
+            first = (_take(x, chunk.source) for x in (query, key, value))
             out = _take(self.kv.attend(*first, scale=scale, lengths=chunk.lengths), chunk.inverse)
         self._tokens += rows.queries
         self._record(rows.queries, rows.tail(self.max_rollback))

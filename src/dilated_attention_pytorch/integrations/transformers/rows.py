@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
     """The rows of a forward that a cache appends: for each sample the number, and the order with padding behind."""
 
     lengths: Lengths
-    order: Tensor | None  # (B, N): row ``i`` of the chunk is row ``order[b, i]``; None if no sample has padding in front
+    source: Tensor | None  # (B, N): row ``i`` of the chunk is row ``source[b, i]``; None if no sample has padding in front
     inverse: Tensor | None
 
 
