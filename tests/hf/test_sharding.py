@@ -20,8 +20,9 @@ from dilated_attention_pytorch import Sharding
 from dilated_attention_pytorch.distributed import Shards, gather_sequence
 from dilated_attention_pytorch.integrations.transformers import DilatedCache, apply, remove
 
-# Ranks are forks of a process that has imported these.
-multiprocessing.set_forkserver_preload([*ranks.PRELOAD, "transformers.trainer", "accelerate", "hf_models"])
+# Ranks are forks of a process that has imported these. With a GPU it leaves out what may initialise CUDA.
+if not torch.cuda.is_available():
+    multiprocessing.set_forkserver_preload([*ranks.PRELOAD, "transformers.trainer", "accelerate", "hf_models"])
 
 N = 23  # neither 2 nor 3 divides it
 
