@@ -55,6 +55,7 @@ CACHES = (
     Cache("distributed.own_rows", "_own_blocks", "the block lists of a rank's queries with its own keys"),
     Cache("distributed.own_rows", "_begin_with_blocks", "whether chunks begin with blocks"),
     Cache("training.data", "_epoch", "the order of the windows of an epoch"),
+    Cache("integrations.transformers.config", "_longnet", "configurations by the values of their fields"),
 )
 
 

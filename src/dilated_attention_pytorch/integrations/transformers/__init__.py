@@ -4,11 +4,11 @@ It needs the extra ``hf`` (``transformers>=5.17``). Importing it registers the a
 LongNet models in the Auto classes.
 """
 
-from dilated_attention_pytorch.integrations.transformers.apply import apply, register, remove
 from dilated_attention_pytorch.integrations.transformers.attention import MOST_WEIGHTS
 from dilated_attention_pytorch.integrations.transformers.auto import register_models
 from dilated_attention_pytorch.integrations.transformers.cache import DilatedCache, DilatedCacheLayer
 from dilated_attention_pytorch.integrations.transformers.config import LongNetPreTrainedConfig, SlidePreTrainedConfig
+from dilated_attention_pytorch.integrations.transformers.convert import apply, register, remove
 from dilated_attention_pytorch.integrations.transformers.modeling import (
     LongNetForCausalLM,
     LongNetForMaskedLM,

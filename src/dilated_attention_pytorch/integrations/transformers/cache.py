@@ -253,7 +253,7 @@ class DilatedCache(Cache):
         max_rollback: by how many tokens ``crop`` can go back, which assisted decoding and prompt lookup need.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from dilated_attention_pytorch.integrations.transformers import apply
+    >>> from dilated_attention_pytorch.integrations.transformers import DilatedCache, apply
     >>> config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4)
     >>> model = apply(LlamaForCausalLM(config).eval(), segment_lengths=[8, 32], dilation_rates=[1, 4])
     >>> cache = DilatedCache(model.config)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from dilated_attention_pytorch.distributed.sequence import gather_sequence
-from dilated_attention_pytorch.integrations.transformers.apply import HOOK
+from dilated_attention_pytorch.integrations.transformers.convert import HOOK
 from dilated_attention_pytorch.integrations.transformers.sharding import ShardHook
 
 
