@@ -39,10 +39,10 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("quick")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    if "machine_code" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("machine_code")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    on_request = {name for name in ("machine_code", "hf") if name not in config.option.markexpr}
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in on_request)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     # What takes longest comes first, so that no process works on it while the others are done.
     items.sort(key=lambda item: item.path.name not in ("test_compiled.py", "test_machine_code.py"))
 

@@ -367,6 +367,7 @@ def _reset_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.hf
 def test_compiled_without_a_mask():
     model = dilated(hf_models.gpt2(n_layer=1))
     fast = compiled(model, "aot_eager")
@@ -375,6 +376,7 @@ def test_compiled_without_a_mask():
         assert_layers_close([logits(fast, x)], [logits(model, x)])
 
 
+@pytest.mark.hf
 def test_compiled_with_padding():
     model = dilated(hf_models.llama())
     fast = compiled(model)
@@ -389,6 +391,7 @@ def test_compiled_with_padding():
         logits(fast, x, **more)
 
 
+@pytest.mark.hf
 def test_compiled_documents_need_cu_seq_lens():
     model, x = dilated(hf_models.gpt2(n_layer=1)), tokens(1, 41)
     fast, positions, bounds = compiled(model), documents(PACKED), torch.tensor([0, 9, 10, 30, 41])

@@ -103,10 +103,10 @@ def check_rows(group, name, layout, cases) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "world", "cases"),
     [
-        ("llama", "contiguous", 3, list(CASES)),
+        pytest.param("llama", "contiguous", 3, list(CASES), marks=pytest.mark.hf),
         ("llama", "zigzag", 2, ["left", "packed and padded"]),
         ("gpt2", "contiguous", 2, ["whole", "right", "packed"]),
-        ("bert", "zigzag", 3, ["whole", "left", "right"]),
+        pytest.param("bert", "zigzag", 3, ["whole", "left", "right"], marks=pytest.mark.hf),
     ],
 )
 def test_rows_and_gradients(on_ranks, name, layout, world, cases):
@@ -352,6 +352,7 @@ def check_trainer(group, folder, groups) -> None:
                 close(x, y, 1e-6)
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize("groups", [1, 2])
 def test_trainer(on_ranks, tmp_path, groups):
     on_ranks(2 * groups, check_trainer, str(tmp_path), groups)

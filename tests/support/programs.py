@@ -24,6 +24,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src"
 # For programs that import torch._dynamo, as the sharded calls of this package do: another 3 seconds.
 WITH_DYNAMO = ("torch", "torch._dynamo")
+# For programs that use models of transformers: another 4 seconds.
+WITH_TRANSFORMERS = (*WITH_DYNAMO, "transformers.trainer", "transformers.models.llama.modeling_llama")
 LIMIT_S = 300  # a program that takes longer ends with SIGALRM
 
 # Ctrl-C has its usual handler even if the tests run in the background, where a shell lets processes ignore it.
