@@ -28,6 +28,7 @@ LAYERS = (
     ("nn",),
     ("models",),
     ("training", "integrations"),
+    ("workbench",),
     ("cli", "compat"),
 )
 # Files of the patterns, plans and schedules that are plain integers.

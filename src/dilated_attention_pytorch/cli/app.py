@@ -18,6 +18,7 @@ from rich.table import Table
 
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
+from dilated_attention_pytorch.cli.outputs import check_file, check_picture, device_name, make_folder, save_picture
 from dilated_attention_pytorch.cli.show import ORDERS, make_order, make_view
 from dilated_attention_pytorch.cli.stream import stream
 from dilated_attention_pytorch.cli.streams import interruptible
@@ -103,10 +104,10 @@ def show(
     output: Annotated[Path, typer.Option(help="The picture: a .png, .svg or .pdf file.")] = Path("order.png"),
 ) -> None:
     """Draw an order of the tokens of a grid, its segments against row-major ones, and what one query sees."""
-    from dilated_attention_pytorch.cli.pictures import check_name, order_picture
+    from dilated_attention_pytorch.cli.pictures import order_picture
 
     try:
-        check_name(output)
+        check_picture("--output", output)
         view = make_view(grid, segment_lengths, dilation_rates, query)
         orders = {order: make_order(order, view, ranks), "row-major": make_order("row-major", view, None)}
     except ValueError as error:
@@ -127,18 +128,16 @@ app.command()(score)
 
 
 def _check_output(path: Path, kind: str) -> None:
-    from dilated_attention_pytorch.cli.pictures import check_path
-
     with _reported(path, kind):
-        check_path(path)
+        make_folder(path.parent)
+        check_file(path)
 
 
 def _save(console: Console, figure: Figure, path: Path, kind: str) -> None:
-    from dilated_attention_pytorch.cli.pictures import save
-
     try:
         with _reported(path, kind), interruptible():
-            save(figure, path)
+            make_folder(path.parent)
+            save_picture(figure, path)
     except KeyboardInterrupt:
         typer.echo(f"Interrupted: {path} was not written.", err=True)
         raise typer.Exit(130) from None
@@ -158,9 +157,7 @@ def _reported(path: Path, kind: str) -> Iterator[None]:
 
 def _title(settings: Settings) -> str:
     lengths, rates = (", ".join(map(str, x)) for x in (settings.pattern.segment_lengths, settings.pattern.dilation_rates))
-    threads = torch.get_num_threads()
-    cpu = f"the CPU with {threads} thread{'s' * (threads != 1)}"
-    device = cpu if settings.device.type == "cpu" else torch.cuda.get_device_name(settings.device)
+    device = ("the " * (settings.device.type == "cpu")) + device_name(settings.device)
     return (
         f"Dilated attention, segment lengths {lengths}, rates {rates}{', causal' if settings.is_causal else ''}\n"
         f"{HEADS} heads of size {HEAD_DIM}, {str(settings.dtype).removeprefix('torch.')} on {device}"

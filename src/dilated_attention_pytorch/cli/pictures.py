@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +28,6 @@ _OWN_SEGMENT = "#f2a77c"
 _SEGMENTS = ListedColormap(
     ["#dce8f4", "#8fb8de", "#f3e3b0", "#9fcf9b", "#dcc6e6", "#7fc9c4", "#c9c9c9", "#e9f2d0", _OWN_SEGMENT]
 )
-_FORMATS = (".png", ".svg", ".pdf")
 # Colours of branches: the first branch is the darkest, and branches after the sixth share a colour.
 _BRANCHES = ("#123f7a", "#3f86c6", "#8dbb72", "#bb8fc4", "#e0b04c", "#8a8a8a")
 _PANEL = 4.0  # inches of a panel's width
@@ -234,44 +230,3 @@ def _draw_seen(axes: Axes, found: Tensor, query: tuple[int, int]) -> None:
 def _draw_query(axes: Axes, query: tuple[int, int]) -> None:
     row, column = query
     axes.plot(column + 0.5, row + 0.5, **_RING, markersize=9, clip_on=False, zorder=5)
-
-
-def check_name(path: Path) -> None:
-    """Raise a ValueError if the name of a file does not end like that of a picture."""
-    if path.suffix.lower() not in _FORMATS and not path.is_dir():
-        raise ValueError(f"--output must be a picture, a name that ends in {', '.join(_FORMATS)}, got {str(path)!r}")
-
-
-def check_path(path: Path) -> None:
-    """Make the folder of a picture and raise an OSError if the picture could not be written there."""
-    _make_folder(path.parent)
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    unfinished = _unfinished(path)
-    try:
-        unfinished.write_bytes(b"x")
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a picture in the format of its name. ``path`` never holds an incomplete picture."""
-    _make_folder(path.parent)
-    unfinished = _unfinished(path)
-    try:
-        figure.savefig(unfinished, format=path.suffix[1:].lower(), dpi=150)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        # "File exists" would not explain the error.
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")

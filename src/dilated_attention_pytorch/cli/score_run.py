@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import typer
 from rich.console import Console
 
 from dilated_attention_pytorch.cli.demo import choose_device
+from dilated_attention_pytorch.cli.outputs import Outputs, device_name, end, versions
 from dilated_attention_pytorch.cli.streams import interruptible
 from dilated_attention_pytorch.cli.train_options import ScoreOptions
-from dilated_attention_pytorch.cli.train_run import end, reported
+from dilated_attention_pytorch.cli.train_run import reported
 from dilated_attention_pytorch.training import Corpus, LossError, ScoreBins, load_decoder, log_probabilities
 from dilated_attention_pytorch.training.costs import peak_memory
 from dilated_attention_pytorch.training.files import KINDS, kind_of, list_files
 from dilated_attention_pytorch.training.score import trained_kind
 from dilated_attention_pytorch.training.settings import DTYPES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _CHUNK = {"cpu": 4096, "cuda": 65_536}
 _LINE_S = 2.0
@@ -29,10 +31,9 @@ _LINE_S = 2.0
 
 def run_score(options: ScoreOptions) -> None:
     """Run the command."""
-    if options.plot is not None:
-        # A missing package is reported before the run.
-        from dilated_attention_pytorch.cli.train_picture import score_picture
+    outputs = Outputs(options.json, options.plot, options.quiet)
     with reported(), tempfile.TemporaryDirectory(prefix="dilated-attention-") as temporary:
+        outputs.check()
         device = choose_device(options.device)
         dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
         if dtype not in DTYPES:
@@ -58,7 +59,7 @@ def run_score(options: ScoreOptions) -> None:
                 "or another model"
             )
         bins = ScoreBins(len(corpus), options.bins)
-        console = Console(highlight=False, stderr=options.json == "-", quiet=options.quiet)
+        console = outputs.console()
         begin = printed = time.monotonic()
         try:
             with interruptible():
@@ -86,20 +87,22 @@ def run_score(options: ScoreOptions) -> None:
                 f"{bins.bits} bits; check the parameters of the model, or use --dtype float32"
             )
         figures = {
-            "model": str(options.model), "kind": corpus.kind, "tokens": bins.tokens, "seconds": seconds, "dtype": dtype,
-            "device": str(device), "chunk": chunk, "tokens_per_second": bins.tokens / seconds, "bits_per_token": bins.bits,
+            "versions": versions(), "device": device_name(device), "model": str(options.model), "kind": corpus.kind,
+            "tokens": bins.tokens, "seconds": seconds, "dtype": dtype, "chunk": chunk,
+            "tokens_per_second": bins.tokens / seconds, "bits_per_token": bins.bits,
             "peak_memory_bytes": peak_memory(device), "positions": bins.positions, "bits": bins.means,
         }  # fmt: skip
         _print(console, figures)
-        text = json.dumps(figures, indent=1, allow_nan=False)
-        if options.json == "-":
-            typer.echo(text)
-        elif options.json is not None:
-            Path(options.json).write_text(text + "\n")
-        if options.plot is not None:
-            found = [(x, y) for x, y in zip(bins.positions, bins.means, strict=True) if y is not None]
-            title = f"{', '.join(path.name for path in options.data)}: {bins.bits:.4f} bits per token"
-            score_picture([x for x, _ in found], [y for _, y in found], title).savefig(options.plot, dpi=150)
+        outputs.write(figures)
+        outputs.draw(lambda: _picture(options, bins))
+
+
+def _picture(options: ScoreOptions, bins: ScoreBins) -> Figure:
+    from dilated_attention_pytorch.cli.train_picture import score_picture  # imports matplotlib
+
+    found = [(x, y) for x, y in zip(bins.positions, bins.means, strict=True) if y is not None]
+    title = f"{', '.join(path.name for path in options.data)}: {bins.bits:.4f} bits per token"
+    return score_picture([x for x, _ in found], [y for _, y in found], title)
 
 
 def _kind(options: ScoreOptions, trained: str | None) -> str:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import inspect
-import json
 import math
-import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.demo import choose_device
+from dilated_attention_pytorch.cli.outputs import Outputs, check_file, device_name, end, parse_integers, reported, versions
 from dilated_attention_pytorch.cli.progress import show_progress
 from dilated_attention_pytorch.cli.streams import interruptible
 from dilated_attention_pytorch.patterns.dilated import Dilated
@@ -35,10 +30,12 @@ from dilated_attention_pytorch.streaming import (
     default_pattern,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _TOKENS = {"cpu": 131_072, "cuda": 1_000_000_000}
 _CHUNK = {"cpu": 8192, "cuda": 2**18}
 _DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-_PICTURES = (".png", ".svg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +69,18 @@ def stream(**options: Any) -> None:
 stream.__signature__ = inspect.signature(StreamOptions, eval_str=True)  # type: ignore[attr-defined]
 
 
-def _end(message: object, code: int) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(code)
-
-
 def _run(options: StreamOptions) -> None:
+    outputs = Outputs(options.json, options.plot, options.quiet)
     try:
         settings = make_settings(options)
+        outputs.check()
     except (TypeError, ValueError) as error:
-        _end(error, 2)
-    if options.plot is not None:
-        # A missing package is reported before the run.
-        from dilated_attention_pytorch.cli.stream_picture import stream_picture
-    for path in (options.checkpoint, None if options.json == "-" else options.json, options.plot):
-        if path is not None:
-            _check_writable(Path(path))
+        end(error, 2)
+    if options.checkpoint is not None:
+        with reported(options.checkpoint):
+            check_file(options.checkpoint)
     run = _make(settings, options.checkpoint)
-    console = Console(highlight=False, stderr=options.json == "-")
+    console = outputs.console()
     saving_s, interrupted = 0.0, False
     progress = show_progress(console, settings.tokens, "{:,} tokens", quiet=options.quiet)
     describe = _texts(settings.tokens)
@@ -106,23 +97,14 @@ def _run(options: StreamOptions) -> None:
     except KeyboardInterrupt:
         interrupted = True
     except torch.OutOfMemoryError as error:
-        _end(f"{settings.device} has too little memory; use a smaller --chunk than {settings.chunk}: {error}", 1)
+        end(f"{settings.device} has too little memory; use a smaller --chunk than {settings.chunk}: {error}", 1)
     result = run.result()
-    if not options.quiet:
-        console.print(_table(settings, result))
-    if options.json is not None:
-        text = json.dumps(_figures(run, result, saving_s), indent=1, allow_nan=False)
-        if options.json == "-":
-            typer.echo(text)
-        else:
-            with _reported(Path(options.json)):
-                Path(options.json).write_text(text + "\n")
+    console.print(_table(settings, result))
+    outputs.write(_figures(run, result, saving_s))
     if interrupted:
         again = f"; the same command goes on from {options.checkpoint}" if options.checkpoint else ""
-        _end(f"Interrupted: {result.point.position:,} of {settings.tokens:,} tokens are finished{again}.", 130)
-    if options.plot is not None:
-        with _reported(options.plot):
-            stream_picture(run.points, _title(settings)).savefig(options.plot, dpi=150)
+        end(f"Interrupted: {result.point.position:,} of {settings.tokens:,} tokens are finished{again}.", 130)
+    outputs.draw(lambda: _picture(run))
     for row in result.failed:
         typer.echo(
             f"Row {row.position} is wrong: its error is {row.error:.1e}, and the tolerance is {result.tolerance:.1e}.",
@@ -130,6 +112,12 @@ def _run(options: StreamOptions) -> None:
         )
     if result.failed:
         raise typer.Exit(1)
+
+
+def _picture(run: Stream) -> Figure:
+    from dilated_attention_pytorch.cli.stream_picture import stream_picture  # imports matplotlib
+
+    return stream_picture(run.points, _title(run.settings))
 
 
 def make_settings(options: StreamOptions) -> StreamSettings:
@@ -145,9 +133,7 @@ def make_settings(options: StreamOptions) -> StreamSettings:
         pattern = default_pattern(tokens)
     else:
         lengths, rates = options.segment_lengths, options.dilation_rates
-        pattern = Dilated(_integers("--segment-lengths", lengths), _integers("--dilation-rates", rates))
-    if options.plot is not None and options.plot.suffix.lower() not in _PICTURES:
-        raise ValueError(f"--plot must be a name that ends in {' or '.join(_PICTURES)}, got {str(options.plot)!r}")
+        pattern = Dilated(parse_integers("--segment-lengths", lengths), parse_integers("--dilation-rates", rates))
     if not options.every >= 0:
         raise ValueError(f"--every must be a number of seconds from 0 on, got {options.every}")
     return StreamSettings(
@@ -156,51 +142,25 @@ def make_settings(options: StreamOptions) -> StreamSettings:
     )  # fmt: skip
 
 
-def _integers(name: str, text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{name} must be integers separated by commas, such as 2048,8192, got {text!r}") from None
-
-
 def _make(settings: StreamSettings, checkpoint: Path | None) -> Stream:
     """The run, from its checkpoint if there is one."""
     try:
         run = Stream(settings)
     except RuntimeError as error:
-        _end("\n".join((str(error), *getattr(error, "__notes__", ()))), 1)
+        end("\n".join((str(error), *getattr(error, "__notes__", ()))), 1)
     if checkpoint is not None and checkpoint.exists():
         try:
             run.load(checkpoint)
         except ValueError as error:
-            _end(error, 2)
+            end(error, 2)
         except CheckpointError as error:
-            _end(error, 1)
+            end(error, 1)
     return run
-
-
-@contextlib.contextmanager
-def _reported(path: Path) -> Iterator[None]:
-    """Turn an error of the operating system about ``path`` into one sentence and exit code 1."""
-    try:
-        yield
-    except OSError as error:
-        _end(f"{path} could not be written: {error.strerror or error}; choose another file.", 1)
-
-
-def _check_writable(path: Path) -> None:
-    """Find out before the run whether a file can be written."""
-    with _reported(path):
-        if path.is_dir():
-            raise IsADirectoryError(21, "Is a directory")
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        unfinished.write_bytes(b"")
-        unfinished.unlink()
 
 
 def _save(run: Stream, path: Path) -> float:
     start = time.perf_counter()
-    with _reported(path):
+    with reported(path):
         run.save(path)
     return time.perf_counter() - start
 
@@ -227,14 +187,7 @@ def _mib(size: int) -> str:
 def _title(settings: StreamSettings) -> str:
     dtype = str(settings.dtype).removeprefix("torch.")
     heads = f"{settings.heads} head{'s' * (settings.heads != 1)} of size {settings.head_dim}"
-    return f"{settings.tokens:,} tokens, {heads}, {dtype}, {_device(settings)}"
-
-
-def _device(settings: StreamSettings) -> str:
-    if settings.device.type == "cuda":
-        return torch.cuda.get_device_name(settings.device)
-    threads = torch.get_num_threads()
-    return f"CPU with {threads} thread{'s' * (threads != 1)}"
+    return f"{settings.tokens:,} tokens, {heads}, {dtype}, {device_name(settings.device)}"
 
 
 def _ratio(result: StreamResult) -> float | None:
@@ -275,16 +228,11 @@ def _table(settings: StreamSettings, result: StreamResult) -> Table:
 
 def _figures(run: Stream, result: StreamResult, saving_s: float) -> dict[str, Any]:
     """Everything that is known of a run, for JSON."""
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
     rows = [asdict(row) | {"error": row.error if math.isfinite(row.error) else None} for row in result.checked]
     errors = [row["error"] for row in rows]
-    versions = {"dilated_attention": __version__, "torch": torch.__version__, "triton": triton}
     return {
-        "versions": versions | {"python": platform.python_version()},
-        "device": _device(run.settings),
+        "versions": versions(),
+        "device": device_name(run.settings.device),
         "settings": run.settings.description(),
         "finished": result.point.position == run.settings.tokens,
         "tokens": result.point.position,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import platform
 import signal
 import time
 import warnings
@@ -14,15 +12,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.demo import choose_device
+from dilated_attention_pytorch.cli.outputs import (
+    Outputs,
+    check_file,
+    device_name,
+    end,
+    parse_integers,
+    save_picture,
+    versions,
+)
 from dilated_attention_pytorch.cli.progress import show_progress
 from dilated_attention_pytorch.cli.train_options import TrainOptions
 from dilated_attention_pytorch.models import LongNetConfig
@@ -46,12 +51,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def end(message: object, code: int) -> NoReturn:
-    """End the command with a sentence on standard error."""
-    typer.echo(message, err=True)
-    raise typer.Exit(code)
-
-
 def run_training(options: TrainOptions) -> None:
     """Run the command."""
     if not options.no_plot:
@@ -64,10 +63,10 @@ def run_training(options: TrainOptions) -> None:
         with warnings_as_sentences():
             trainer = Trainer(settings, options.out, device)
         first = trainer.ranks.rank == 0
-        console = Console(highlight=False, stderr=options.json == "-", quiet=not first)
+        outputs = Outputs(options.json, quiet=options.quiet or not first)
+        console = outputs.console()
         start = trainer.step
-        quiet = options.quiet or not first
-        progress = show_progress(console, settings.steps, "step {:,}", quiet=quiet)
+        progress = show_progress(console, settings.steps, "step {:,}", quiet=outputs.quiet)
         describe = _texts(settings.steps)
         with stopped_by_signals(trainer) as received, progress as report:
             for point in trainer.run():
@@ -76,15 +75,14 @@ def run_training(options: TrainOptions) -> None:
         if not first:
             raise typer.Exit(_CODES[received[0]] if received else 0)
         lines = read_log(options.out / "log.jsonl")
-        if not options.quiet:
-            console.print(_table(trainer, lines))
-        _write_figures(options, _figures(trainer, lines, start))
+        console.print(_table(trainer, lines))
+        outputs.write(_figures(trainer, lines, start))
         if received:
             last = trainer.checkpoints.last()
             done = f"{trainer.step:,} of {settings.steps:,} steps are finished"
             end(f"Interrupted: {done}; the same command goes on from {last}.", _CODES[received[0]])
         if not options.no_plot and lines:
-            loss_picture(lines, _title(trainer)).savefig(options.out / "loss.png", dpi=150)
+            save_picture(loss_picture(lines, _title(trainer)), options.out / "loss.png")
 
 
 @contextlib.contextmanager
@@ -124,15 +122,7 @@ def _check_targets(options: TrainOptions) -> None:
         targets.append(Path(options.json))
     for path in targets:
         if options.out.exists() or path.parent.absolute() != options.out.absolute():  # the run makes its folder
-            check_writable(path)
-
-
-def check_writable(path: Path) -> None:
-    """Raise an OSError if a file of this name could not be written. Its content does not change."""
-    new = not path.exists()
-    path.open("ab").close()
-    if new:
-        path.unlink()
+            check_file(path)
 
 
 @contextlib.contextmanager
@@ -186,8 +176,8 @@ def make_settings(options: TrainOptions, device: torch.device) -> TrainSettings:
         raise ValueError("--segment-lengths and --dilation-rates describe branches pairwise: give both or neither")
     changes: dict[str, Any] = {"vocab_size": VOCABULARIES[kind], "checkpoint_layers": options.recompute}
     if options.segment_lengths is not None and options.dilation_rates is not None:
-        changes["segment_lengths"] = _integers("--segment-lengths", options.segment_lengths)
-        changes["dilation_rates"] = _integers("--dilation-rates", options.dilation_rates)
+        changes["segment_lengths"] = parse_integers("--segment-lengths", options.segment_lengths)
+        changes["dilation_rates"] = parse_integers("--dilation-rates", options.dilation_rates)
     if options.dropout is not None:
         changes["dropout"] = options.dropout
     return TrainSettings(
@@ -197,13 +187,6 @@ def make_settings(options: TrainOptions, device: torch.device) -> TrainSettings:
         evaluate_every=options.evaluate_every, dtype=chosen["dtype"], sequence_ranks=options.sequence_ranks,
         every=options.every, keep=options.keep,
     )  # fmt: skip
-
-
-def _integers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise ValueError(f"{name} must be integers separated by commas, such as 2048,8192, got {text!r}") from None
 
 
 def _texts(steps: int) -> Callable[[TrainPoint], str]:
@@ -233,10 +216,7 @@ def _title(trainer: Trainer) -> str:
 
 def _device(trainer: Trainer) -> str:
     many = f"{trainer.ranks.world} x " if trainer.ranks.world > 1 else ""
-    if trainer.device.type == "cuda":
-        return many + torch.cuda.get_device_name(trainer.device)
-    threads = torch.get_num_threads()
-    return f"{many}CPU with {threads} thread{'s' * (threads != 1)}"
+    return many + device_name(trainer.device)
 
 
 def _figures(trainer: Trainer, lines: list[dict[str, Any]], start: int) -> dict[str, Any]:
@@ -246,7 +226,7 @@ def _figures(trainer: Trainer, lines: list[dict[str, Any]], start: int) -> dict[
     rates = sorted(line["tokens_per_second"] for line in lines[start + 1 :])
     shares = sorted(line["mfu"] for line in lines[start + 1 :] if line["mfu"] is not None)
     return {
-        "versions": {"dilated_attention": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "device": _device(trainer),
         "settings": trainer.settings.description(),
         "data_files": len(trainer.corpus.files),
@@ -265,14 +245,6 @@ def _figures(trainer: Trainer, lines: list[dict[str, Any]], start: int) -> dict[
         "step_flops": trainer.flops,
         "peak_memory_bytes": last.get("memory_bytes"),
     }
-
-
-def _write_figures(options: TrainOptions, figures: dict[str, Any]) -> None:
-    text = json.dumps(figures, indent=1, allow_nan=False)
-    if options.json == "-":
-        typer.echo(text)
-    elif options.json is not None:
-        Path(options.json).write_text(text + "\n")
 
 
 def _table(trainer: Trainer, lines: list[dict[str, Any]]) -> Table:

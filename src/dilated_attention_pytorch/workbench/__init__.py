@@ -1,0 +1,1 @@
+"""Tools that answer questions about calls, machines and patterns before somebody depends on them."""
