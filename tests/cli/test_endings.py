@@ -65,14 +65,14 @@ def run_fresh(*arguments: object, **options) -> subprocess.CompletedProcess[str]
 
 def test_interrupt_during_the_import_of_torch(tmp_path):
     program = WITH_CTRL_C + AT_IMPORT.format(name="torch") + START
-    result = run_fresh("-c", program, "show", "--output", tmp_path / "x.png")
+    result = run_fresh("-c", program, "show", "order", "--plot", tmp_path / "x.png")
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["dilated_attention_pytorch.api", "rich.table", "matplotlib"])
 def test_interrupt_during_imports(tmp_path, run, name):
-    result = run(AT_IMPORT.format(name=name), "show", "--output", tmp_path / "x.png")
+    result = run(AT_IMPORT.format(name=name), "show", "order", "--plot", tmp_path / "x.png")
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -89,7 +89,7 @@ def test_interrupt_of_python_m(tmp_path, name):
 def test_interrupt_while_a_picture_is_written(tmp_path, run):
     path = tmp_path / "x.png"
     path.write_bytes(b"old")
-    result = run(AT_SAVE, "show", "--grid", "4x4", "--output", path)
+    result = run(AT_SAVE, "show", "order", "--grid", "4x4", "--plot", path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", f"Interrupted: {path} was not written.\n")
     assert [file.name for file in tmp_path.iterdir()] == ["x.png"]
     assert path.read_bytes() == b"old"
@@ -111,7 +111,7 @@ def test_interrupt_during_measurements(tmp_path):
 
 
 def test_interrupt_after_the_end_changes_nothing(tmp_path, run):
-    result = run(AT_EXIT, "show", "--grid", "4x4", "--output", tmp_path / "x.png")
+    result = run(AT_EXIT, "show", "order", "--grid", "4x4", "--plot", tmp_path / "x.png")
     assert (result.returncode, result.stderr) == (0, "")
     assert (tmp_path / "x.png").exists()
 
@@ -120,14 +120,14 @@ def test_interrupt_is_ignored_where_the_shell_ignores_it(tmp_path, run):
     """A shell starts background jobs that ignore Ctrl-C, which is meant for the job in front."""
     result = run(
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + AT_IMPORT.format(name="rich.table"),
-        "show", "--grid", "4x4", "--output", tmp_path / "x.png",
+        "show", "order", "--grid", "4x4", "--plot", tmp_path / "x.png",
     )  # fmt: skip
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["show", "--grid", "4x4", "--output"]], ids=["help", "show"])
+@pytest.mark.parametrize("arguments", [["--help"], ["show", "order", "--grid", "4x4", "--plot"]], ids=["help", "show"])
 def test_a_closed_pipe(tmp_path, run, arguments):
-    if "--output" in arguments:
+    if "--plot" in arguments:
         arguments = [*arguments, tmp_path / "x.png"]
     result = run(CLOSED_PIPE, *arguments)
     assert result.returncode == 141
@@ -136,9 +136,9 @@ def test_a_closed_pipe(tmp_path, run, arguments):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [["--help"], ["show", "--grid", "4x4", "--output"]], ids=["help", "show"])
+@pytest.mark.parametrize("arguments", [["--help"], ["show", "order", "--grid", "4x4", "--plot"]], ids=["help", "show"])
 def test_a_full_disk_behind_standard_output(tmp_path, run, arguments):
-    if "--output" in arguments:
+    if "--plot" in arguments:
         arguments = [*arguments, tmp_path / "x.png"]
     result = run("", *arguments, stdout="/dev/full")
     assert result.returncode == 1
@@ -153,7 +153,7 @@ def test_a_full_disk_behind_standard_error(tmp_path, run):
 
 
 def test_a_standard_output_that_was_closed_at_the_start(tmp_path):
-    command = f'{sys.executable} -c "{START}" show --grid 4x4 --output {tmp_path / "x.png"} >&-'
+    command = f'{sys.executable} -c "{START}" show order --grid 4x4 --plot {tmp_path / "x.png"} >&-'
     result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=300, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

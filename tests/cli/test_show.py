@@ -24,7 +24,7 @@ from dilated_attention_pytorch.orders.kinds import perimeters
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["show", *map(str, arguments)])
+    return CliRunner().invoke(app, ["show", "order", *map(str, arguments)])
 
 
 def mean_perimeter(positions: list[int], width: int, length: int) -> float:
@@ -40,8 +40,8 @@ def said_perimeters(text: str) -> dict[str, float]:
 
 
 def test_the_example_of_the_documentation(tmp_path):
-    output = tmp_path / "new" / "folder" / "order.png"
-    result = run("--order", "hilbert", "--grid", "64x64", "--output", output)
+    output = tmp_path / "order.png"
+    result = run("--order", "hilbert", "--grid", "64x64", "--plot", output)
     assert result.exit_code == 0, result.output
     assert "64 x 64 tokens, segments of 64" in result.stdout
     assert said_perimeters(result.stdout) == {"hilbert": 32.0, "row-major": 130.0}  # 8 x 8 against 1 x 64
@@ -63,7 +63,7 @@ def test_the_example_of_the_documentation(tmp_path):
 def test_perimeters_of_every_order(tmp_path, name, grid, arguments, order):
     result = run(
         "--order", name, "--grid", "{}x{}".format(*grid), "--segment-lengths", "7,14", "--dilation-rates", "1,2",
-        "--output", tmp_path / "x.png", *arguments,
+        "--plot", tmp_path / "x.png", *arguments,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     n = grid[0] * grid[1]
@@ -139,7 +139,7 @@ def test_the_picture_has_the_curve_the_segments_and_the_query():
     ],
 )
 def test_bad_options(tmp_path, arguments, said):
-    result = run("--output", tmp_path / "x.png", *arguments)
+    result = run("--plot", tmp_path / "x.png", *arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert all(part in result.stderr for part in said), result.stderr
@@ -148,23 +148,23 @@ def test_bad_options(tmp_path, arguments, said):
 
 @pytest.mark.parametrize("name", ["x", "x.txt", "x.gif", "picture.png.bak", ".png"])
 def test_names_that_are_not_pictures(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("dilated_attention_pytorch.cli.app.make_view", None)  # it would be called later
-    result = run("--output", tmp_path / name)
+    monkeypatch.setattr("dilated_attention_pytorch.cli.show_order.make_view", None)  # it would be called later
+    result = run("--plot", tmp_path / name)
     assert result.exit_code == 2
     assert result.stdout == ""
-    said = f"--output must be a picture, a name that ends in .png, .svg, .pdf, got '{tmp_path / name}'"
+    said = f"--plot must be a picture, a name that ends in .png, .svg, .pdf, got '{tmp_path / name}'"
     assert result.stderr == said + "\n"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("name", "start"), [("x.PNG", b"\x89PNG"), ("x.svg", b"<?xml"), ("x.pdf", b"%PDF")])
 def test_formats_of_pictures(tmp_path, name, start):
-    assert run("--grid", "4x4", "--output", tmp_path / name).exit_code == 0
+    assert run("--grid", "4x4", "--plot", tmp_path / name).exit_code == 0
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
 def test_the_picture_comes_before_the_table(tmp_path):
-    result = run("--grid", "4x4", "--output", tmp_path / "x.png")
+    result = run("--grid", "4x4", "--plot", tmp_path / "x.png")
     assert result.stdout.splitlines()[0] == f"Picture: {tmp_path / 'x.png'}"
 
 
@@ -213,14 +213,14 @@ def test_panels_of_thin_grids_are_legible(grid):
 
 
 def test_a_folder_where_the_file_should_be(tmp_path):
-    result = run("--grid", "4x4", "--output", tmp_path)
+    result = run("--grid", "4x4", "--plot", tmp_path)
     assert result.exit_code == 1
-    assert f"{tmp_path} could not be written: Is a directory; choose another file with --output." in result.stderr
+    assert f"{tmp_path} could not be written: Is a directory; choose another file.\n" in result.stderr
 
 
 def test_show_without_matplotlib_is_one_sentence(tmp_path):
     program = "import sys; sys.modules['matplotlib'] = None; from dilated_attention_command import main; main()"
-    result = programs.run(program, "show", "--output", tmp_path / "x.png", folder=tmp_path)
+    result = programs.run(program, "show", "order", "--plot", tmp_path / "x.png", folder=tmp_path)
     assert result.returncode == 1
     assert result.stdout == ""
     assert "needs matplotlib" in result.stderr

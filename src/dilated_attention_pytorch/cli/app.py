@@ -18,8 +18,8 @@ from rich.table import Table
 
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
-from dilated_attention_pytorch.cli.outputs import check_file, check_picture, device_name, make_folder, save_picture
-from dilated_attention_pytorch.cli.show import ORDERS, make_order, make_view
+from dilated_attention_pytorch.cli.outputs import check_file, device_name, make_folder, save_picture
+from dilated_attention_pytorch.cli.show_commands import show
 from dilated_attention_pytorch.cli.stream import stream
 from dilated_attention_pytorch.cli.streams import interruptible
 from dilated_attention_pytorch.cli.train import score, train
@@ -93,35 +93,7 @@ def demo(
         _save(console, figure, path, "folder")
 
 
-@app.command()
-def show(
-    order: Annotated[str, typer.Option(help=f"{', '.join(ORDERS)}. zigzag and striped depend on --ranks.")] = "hilbert",
-    grid: Annotated[str, typer.Option(help="HEIGHTxWIDTH of the tokens.")] = "64x64",
-    segment_lengths: Annotated[str | None, typer.Option(help="The pattern: integers separated by commas.")] = None,
-    dilation_rates: Annotated[str | None, typer.Option(help="As many integers as segment lengths.")] = None,
-    query: Annotated[str | None, typer.Option(help="ROW,COLUMN of the query to show.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="The number of ranks of zigzag and striped. The default is 4.")] = None,
-    output: Annotated[Path, typer.Option(help="The picture: a .png, .svg or .pdf file.")] = Path("order.png"),
-) -> None:
-    """Draw an order of the tokens of a grid, its segments against row-major ones, and what one query sees."""
-    from dilated_attention_pytorch.cli.pictures import order_picture
-
-    try:
-        check_picture("--output", output)
-        view = make_view(grid, segment_lengths, dilation_rates, query)
-        orders = {order: make_order(order, view, ranks), "row-major": make_order("row-major", view, None)}
-    except ValueError as error:
-        typer.echo(error, err=True)
-        raise typer.Exit(2) from None
-    _check_output(output, "file")
-    console = Console(highlight=False)
-    _save(console, order_picture(orders, view), output, "file")
-    length = view.pattern.segment_lengths[0]
-    console.print(f"{view.height} x {view.width} tokens, segments of {length:,}: mean perimeter of the bounding box")
-    for name, drawn in orders.items():
-        console.print(f"  {name:<9}  {view.perimeter(drawn):10,.1f}")
-
-
+app.add_typer(show, name="show")
 app.command()(stream)
 app.command()(train)
 app.command()(score)

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from dilated_attention_pytorch import __version__
+from dilated_attention_pytorch.cli.streams import interruptible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,10 +81,15 @@ class Outputs:
                 write_file(path, lambda unfinished: unfinished.write_text(text + "\n"))
 
     def draw(self, make: Callable[[], Figure]) -> None:
-        """Make and write the picture, if it is wanted."""
-        if self.plot is not None:
-            with reported(self.plot):
+        """Make and write the picture, if it is wanted, and name it."""
+        if self.plot is None:
+            return
+        try:
+            with reported(self.plot), interruptible():
                 save_picture(make(), self.plot)
+        except KeyboardInterrupt:
+            end(f"Interrupted: {self.plot} was not written.", 130)
+        self.console().print(f"Picture: {self.plot}", soft_wrap=True)  # a line break would not belong to the name
 
     @property
     def _json_file(self) -> Path | None:
@@ -92,7 +98,7 @@ class Outputs:
 
 def check_picture(option: str, path: Path) -> None:
     """Raise a ValueError if the name of a file does not end like that of a picture."""
-    if path.suffix.lower() not in PICTURES:
+    if path.suffix.lower() not in PICTURES and not path.is_dir():
         raise ValueError(f"{option} must be a picture, a name that ends in {', '.join(PICTURES)}, got {str(path)!r}")
 
 
