@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import re
 import subprocess
@@ -76,6 +77,16 @@ def test_demo_measures_checks_and_draws(tmp_path, causal):
         assert path.read_bytes().startswith(PNG)
         assert str(path) in result.stdout
     assert ("causal" in result.stdout) == causal
+
+
+@pytest.mark.usefixtures("small")
+def test_demo_as_json(tmp_path):
+    result = run("--json", "-", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)  # nothing else is on standard output
+    assert [row["tokens"] for row in found["rows"]] == [64, 128, 256]
+    assert found["versions"]["torch"] == torch.__version__
+    assert "tokens/s" in result.stderr
 
 
 def test_nothing_but_text_where_there_is_no_terminal(tmp_path):

@@ -80,7 +80,7 @@ def test_table_json_and_picture(tmp_path):
     assert found["tokens_per_second"] == pytest.approx(3000 / found["seconds"])
     ratio = found["last_tenth_tokens_per_second"] / found["first_tenth_tokens_per_second"]
     assert found["last_tenth_to_first"] == pytest.approx(ratio)
-    lines = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in result.stdout.splitlines()[1:])
+    lines = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in result.stdout.splitlines()[1:-1])
     assert lines["tokens"] == "3,000"
     assert lines["checksum"] == found["checksum"]
     assert lines["checked rows"].startswith("20, 0 wrong, largest error ")
@@ -215,7 +215,7 @@ def test_files_are_checked_before_the_run(tmp_path, monkeypatch, option):
         (["--device", "tpu"], ["cpu, cuda or cuda:NUMBER", "'tpu'"]),
         (["--segment-lengths", "16,x,256"], ["--segment-lengths must be integers", "'16,x,256'"]),
         (["--dilation-rates", "1,4"], ["3 segment lengths", "2 rates"]),
-        (["--plot", "run.pdf"], ["--plot must be a name that ends in .png or .svg", "'run.pdf'"]),
+        (["--plot", "run.gif"], ["--plot must be a picture, a name that ends in .png, .svg, .pdf", "'run.gif'"]),
         (["--every", -1], ["--every must be a number of seconds from 0 on", "-1"]),
         (["--every", "nan"], ["--every must be", "nan"]),
         (["--seed", -1], ["seed must be from 0"]),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
-from dilated_attention_pytorch.cli.outputs import check_file, device_name, make_folder, save_picture
+from dilated_attention_pytorch.cli.outputs import Outputs, check_file, device_name, make_folder, save_picture, versions
 from dilated_attention_pytorch.cli.show_commands import show
 from dilated_attention_pytorch.cli.stream import stream
 from dilated_attention_pytorch.cli.streams import interruptible
@@ -53,20 +54,23 @@ def demo(
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:NUMBER. By default the GPU, if any.")] = None,
     output: Annotated[Path, typer.Option(help="The folder for the two pictures.")] = Path("demo-output"),
     max_tokens: Annotated[int | None, typer.Option(help="The length of the longest text, if the time allows it.")] = None,
+    json: Annotated[str | None, typer.Option(help="A file for all figures, or - for standard output.")] = None,
 ) -> None:
     """Run dilated attention on a real text of growing length, next to dense attention, and check the result."""
     # Other commands run without matplotlib. It comes first, so that a missing package is reported before the measurements.
     from dilated_attention_pytorch.cli.pictures import pattern_picture, scaling_picture
 
+    outputs = Outputs(json)
     try:
         settings = make_settings(quick=quick, is_causal=causal, device=choose_device(device), max_tokens=max_tokens)
+        outputs.check()
     except ValueError as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from None
     paths = (output / "pattern.png", output / "scaling.png")
     for path in paths:
         _check_output(path, "folder")
-    console = Console(highlight=False)
+    console = outputs.console()
     title = _title(settings)
     console.print(f"{title}\nText: the sources of Python {platform.python_version()}'s standard library, a token per byte.")
     rows: list[Row] = []
@@ -87,6 +91,7 @@ def demo(
     _print_results(console, rows)
     if left_out := settings.lengths[len(rows) :]:
         console.print(f"Left out: {', '.join(f'{tokens:,}' for tokens in left_out)} tokens, since {reason}.")
+    outputs.write(_figures(settings, rows))
     if not rows:
         raise typer.Exit(1)
     for path, figure in zip(paths, (pattern_picture(is_causal=causal), scaling_picture(rows, title)), strict=True):
@@ -136,6 +141,21 @@ def _title(settings: Settings) -> str:
     )
 
 
+def _figures(settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything that was measured, for JSON."""
+    return {
+        "versions": versions(),
+        "device": device_name(settings.device),
+        "segment_lengths": settings.pattern.segment_lengths,
+        "dilation_rates": settings.pattern.dilation_rates,
+        "is_causal": settings.is_causal,
+        "heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
 def _print_results(console: Console, rows: Sequence[Row]) -> None:
     if not rows:
         return
@@ -143,7 +163,7 @@ def _print_results(console: Console, rows: Sequence[Row]) -> None:
     console.print()
     # A cell that is cut off would be a wrong number. A table that is too wide is left to the terminal to wrap.
     needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
-    Console(highlight=False, width=max(console.width, needed)).print(table)
+    Console(highlight=False, stderr=console.stderr, width=max(console.width, needed)).print(table)
     console.print()
     console.print("Measured: time, tokens/s, and MiB, which is memory beyond the inputs.")
     console.print("Computed: error, the largest relative error of a sample of rows against float64.")
