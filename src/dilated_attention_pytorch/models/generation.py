@@ -47,9 +47,7 @@ class CachedDecoder(Protocol):
         """The log-probabilities (B, N) of targets (B, N) behind these states."""
         ...
 
-    def new_caches(
-        self, batch_size: int, *, max_tokens: int | None = None, max_rollback: int = 32
-    ) -> list[DilatedKVCache]:
+    def new_caches(self, batch_size: int, *, max_tokens: int | None = None, max_rollback: int = 32) -> list[DilatedKVCache]:
         """One cache per layer."""
         ...
 
