@@ -91,7 +91,7 @@ def as_number(name: str, value: Any) -> float | None:
         raise TypeError(f"{name} must be a number, got {type(value).__name__}{hint}")
     number: float = value if isinstance(value, float | int) else float(value)  # type: ignore[unreachable]
     if not abs(number) <= _LARGEST:  # a comparison, which compilers trace for symbolic numbers
-        got = "an integer that a float cannot hold" if isinstance(value, int) else value
+        got = "an integer that a float cannot hold" if isinstance(number, int) else value
         raise ValueError(f"{name} must be finite, got {got}")
     return number
 

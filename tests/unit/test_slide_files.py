@@ -146,9 +146,7 @@ def test_files_that_are_refused(tmp_path):
         SlideEncoder.from_gigapath(path, config=CONFIG)
     for code, name in ((print, "print"), (os.system, r"\w+\.system")):
         path.write_bytes(pickle.dumps({"model": code}, protocol=2))
-        with pytest.raises(
-            ValueError, match=rf"slide.pth holds Python objects .* run code: \S*{name}\. If"
-        ):
+        with pytest.raises(ValueError, match=rf"slide.pth holds Python objects .* run code: \S*{name}\. If"):
             SlideEncoder.from_gigapath(path, config=CONFIG)
     for content, held in (
         ({"state": {}}, "it holds the entries state"),

@@ -236,10 +236,10 @@ def _draw_query(axes: Axes, query: tuple[int, int]) -> None:
     axes.plot(column + 0.5, row + 0.5, **_RING, markersize=9, clip_on=False, zorder=5)
 
 
-def check_name(path: Path) -> None:
+def check_name(path: Path, option: str = "--output") -> None:
     """Raise a ValueError if the name of a file does not end like that of a picture."""
     if path.suffix.lower() not in _FORMATS and not path.is_dir():
-        raise ValueError(f"--output must be a picture, a name that ends in {', '.join(_FORMATS)}, got {str(path)!r}")
+        raise ValueError(f"{option} must be a picture, a name that ends in {', '.join(_FORMATS)}, got {str(path)!r}")
 
 
 def check_path(path: Path) -> None:

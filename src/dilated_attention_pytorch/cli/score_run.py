@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-import typer
 from rich.console import Console
 
 from dilated_attention_pytorch.cli.demo import choose_device
 from dilated_attention_pytorch.cli.streams import interruptible
 from dilated_attention_pytorch.cli.train_options import ScoreOptions
-from dilated_attention_pytorch.cli.train_run import end, reported
+from dilated_attention_pytorch.cli.train_run import check_writable, end, reported, write_figures
 from dilated_attention_pytorch.training import Corpus, LossError, ScoreBins, load_decoder, log_probabilities
 from dilated_attention_pytorch.training.costs import peak_memory
 from dilated_attention_pytorch.training.files import KINDS, kind_of, list_files
+from dilated_attention_pytorch.training.log import naming
 from dilated_attention_pytorch.training.score import trained_kind
 from dilated_attention_pytorch.training.settings import DTYPES
 
@@ -31,7 +32,11 @@ def run_score(options: ScoreOptions) -> None:
     """Run the command."""
     if options.plot is not None:
         # A missing package is reported before the run.
+        from dilated_attention_pytorch.cli.pictures import check_name
         from dilated_attention_pytorch.cli.train_picture import score_picture
+
+        with reported():
+            check_name(options.plot, "--plot")
     with reported(), tempfile.TemporaryDirectory(prefix="dilated-attention-") as temporary:
         device = choose_device(options.device)
         dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
@@ -40,6 +45,8 @@ def run_score(options: ScoreOptions) -> None:
         chunk = _CHUNK[device.type] if options.chunk is None else options.chunk
         if chunk < 1 or options.bins < 1:
             raise ValueError(f"--chunk and --bins must be at least 1, got {chunk} and {options.bins}")
+        for path in _targets(options):
+            check_writable(path)
         trained = trained_kind(options.model)
         kind = _kind(options, trained)
         corpus = Corpus.of(options.data, options.cache or Path(temporary), kind, options.model)
@@ -61,8 +68,7 @@ def run_score(options: ScoreOptions) -> None:
         console = Console(highlight=False, stderr=options.json == "-", quiet=options.quiet)
         begin = printed = time.monotonic()
         try:
-            with interruptible():
-                target = None if options.log_probabilities is None else options.log_probabilities.open("wb")
+            with interruptible(), _opened(options.log_probabilities) as target:
                 for first, values in log_probabilities(model, corpus, chunk):
                     bins.add(first, values)
                     if target is not None:
@@ -75,8 +81,6 @@ def run_score(options: ScoreOptions) -> None:
                         Console(stderr=True, soft_wrap=True, highlight=False).print(
                             f"{text}, {bins.bits:.4f} bits per token"
                         )
-                if target is not None:
-                    target.close()
         except KeyboardInterrupt:
             end(f"Interrupted: {bins.tokens:,} of {len(corpus) - 1:,} tokens are scored.", 130)
         seconds = time.monotonic() - begin
@@ -91,15 +95,28 @@ def run_score(options: ScoreOptions) -> None:
             "peak_memory_bytes": peak_memory(device), "positions": bins.positions, "bits": bins.means,
         }  # fmt: skip
         _print(console, figures)
-        text = json.dumps(figures, indent=1, allow_nan=False)
-        if options.json == "-":
-            typer.echo(text)
-        elif options.json is not None:
-            Path(options.json).write_text(text + "\n")
+        write_figures(options.json, figures)
         if options.plot is not None:
             found = [(x, y) for x, y in zip(bins.positions, bins.means, strict=True) if y is not None]
             title = f"{', '.join(path.name for path in options.data)}: {bins.bits:.4f} bits per token"
-            score_picture([x for x, _ in found], [y for _, y in found], title).savefig(options.plot, dpi=150)
+            with naming(options.plot):
+                score_picture([x for x, _ in found], [y for _, y in found], title).savefig(options.plot, dpi=150)
+
+
+def _targets(options: ScoreOptions) -> list[Path]:
+    """The files that the command writes."""
+    json = None if options.json in (None, "-") else Path(str(options.json))
+    return [path for path in (options.log_probabilities, json, options.plot) if path is not None]
+
+
+@contextlib.contextmanager
+def _opened(path: Path | None) -> Iterator[BinaryIO | None]:
+    """The file of log-probabilities. Errors of writing and closing it name it."""
+    if path is None:
+        yield None
+        return
+    with naming(path), path.open("wb") as file:
+        yield file
 
 
 def _kind(options: ScoreOptions, trained: str | None) -> str:

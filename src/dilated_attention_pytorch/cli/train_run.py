@@ -37,6 +37,7 @@ from dilated_attention_pytorch.training import (
     read_log,
 )
 from dilated_attention_pytorch.training.files import VOCABULARIES, kind_of, list_files
+from dilated_attention_pytorch.training.log import naming
 
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 # What a minute is enough for on two slow CPU cores, and a start for one GPU.
@@ -78,13 +79,15 @@ def run_training(options: TrainOptions) -> None:
         lines = read_log(options.out / "log.jsonl")
         if not options.quiet:
             console.print(_table(trainer, lines))
-        _write_figures(options, _figures(trainer, lines, start))
+        write_figures(options.json, _figures(trainer, lines, start))
         if received:
             last = trainer.checkpoints.last()
             done = f"{trainer.step:,} of {settings.steps:,} steps are finished"
             end(f"Interrupted: {done}; the same command goes on from {last}.", _CODES[received[0]])
         if not options.no_plot and lines:
-            loss_picture(lines, _title(trainer)).savefig(options.out / "loss.png", dpi=150)
+            path = options.out / "loss.png"
+            with naming(path):
+                loss_picture(lines, _title(trainer)).savefig(path, dpi=150)
 
 
 @contextlib.contextmanager
@@ -267,12 +270,14 @@ def _figures(trainer: Trainer, lines: list[dict[str, Any]], start: int) -> dict[
     }
 
 
-def _write_figures(options: TrainOptions, figures: dict[str, Any]) -> None:
+def write_figures(target: str | None, figures: dict[str, Any]) -> None:
+    """Write the figures as JSON to a file, or to standard output if ``target`` is "-"."""
     text = json.dumps(figures, indent=1, allow_nan=False)
-    if options.json == "-":
+    if target == "-":
         typer.echo(text)
-    elif options.json is not None:
-        Path(options.json).write_text(text + "\n")
+    elif target is not None:
+        with naming(Path(target)):
+            Path(target).write_text(text + "\n")
 
 
 def _table(trainer: Trainer, lines: list[dict[str, Any]]) -> Table:
