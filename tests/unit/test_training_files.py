@@ -16,7 +16,7 @@ import torch
 from dilated_attention_pytorch.models import LongNetConfig, LongNetDecoder
 from dilated_attention_pytorch.training import Trainer, TrainSettings
 from dilated_attention_pytorch.training.data import IGNORED, Corpus, split
-from dilated_attention_pytorch.training.files import DataError, list_files
+from dilated_attention_pytorch.training.files import DataError, fingerprint, list_files
 from dilated_attention_pytorch.training.log import TrainLog
 from dilated_attention_pytorch.training.score import trained_kind
 
@@ -116,7 +116,7 @@ def test_the_command_lists_no_output(tmp_path, monkeypatch):
     assert make_settings(TrainOptions(data=[Path(".")]), CPU).kind == "bases"
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "empty index", "cut index", "list", "documents", "no index"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "empty index", "cut index", "list", "documents", "no index", "a token"])
 def test_a_damaged_cache_is_unpacked_again(tmp_path, damage):
     path = tmp_path / "x.fa.gz"
     path.write_bytes(gzip.compress(b">a\nACGTACGT\n>b\nTTTT\n"))
@@ -124,6 +124,8 @@ def test_a_damaged_cache_is_unpacked_again(tmp_path, damage):
     (tokens,), (index,) = ((tmp_path / "cache").glob(f"*.{end}") for end in ("tokens", "json"))
     if damage == "cut":
         tokens.write_bytes(tokens.read_bytes()[:-3])
+    elif damage == "a token":
+        tokens.write_bytes(b"\x02" + tokens.read_bytes()[1:])
     elif damage == "empty":
         tokens.write_bytes(b"")
     elif damage == "no index":
@@ -136,7 +138,8 @@ def test_a_damaged_cache_is_unpacked_again(tmp_path, damage):
     again = opened(path)
     assert again.read(0, len(again)).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 3, 3, 3, 3]
     assert again.documents == expected.documents == [0, 8]
-    assert json.loads(index.read_text()) == {"tokens": 12, "documents": [0, 8]}
+    written = json.loads(index.read_text())
+    assert written == {"tokens": 12, "documents": [0, 8], "fingerprint": fingerprint(tokens)}
 
 
 def test_unpacked_files_are_durable_before_they_have_a_name(tmp_path, monkeypatch):
