@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -17,6 +17,8 @@ from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.values import Inputs
+
+_LARGEST = sys.float_info.max
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -88,8 +90,9 @@ def as_number(name: str, value: Any) -> float | None:
         hint = "; multiply the query by a learned scale instead" if name == "scale" else ""
         raise TypeError(f"{name} must be a number, got {type(value).__name__}{hint}")
     number: float = value if isinstance(value, float | int) else float(value)  # type: ignore[unreachable]
-    if not abs(number) < math.inf:  # a comparison, which compilers trace for symbolic numbers
-        raise ValueError(f"{name} must be finite, got {value}")
+    if not abs(number) <= _LARGEST:  # a comparison, which compilers trace for symbolic numbers
+        got = "an integer that a float cannot hold" if isinstance(number, int) else value
+        raise ValueError(f"{name} must be finite, got {got}")
     return number
 
 
@@ -100,10 +103,11 @@ def as_bool(name: str, value: Any) -> bool:
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     got = f"{type(value).__name__} of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
-    raise TypeError(
-        f"{name} must be True or False, got {got}; other masks are not supported, because the pattern decides which "
-        "positions meet (BlockSparse.custom takes a mask of blocks)"
+    hint = (
+        "; other masks are not supported, because the pattern decides which positions meet (BlockSparse.custom takes a "
+        "mask of blocks)"
     )
+    raise TypeError(f"{name} must be True or False, got {got}{hint if name == 'is_causal' else ''}")
 
 
 def check_seed(seed: Any) -> None:

@@ -31,6 +31,7 @@ from model_cases import SIZES
         ({"activation": "relu"}, "activation must be one of 'gelu', 'swiglu', got 'relu'"),
         ({"positions": "alibi"}, "positions must be one of 'rotary', 'xpos', 'none', got 'alibi'"),
         ({"rotary_base": 0}, "rotary_base must be positive, got 0.0"),
+        ({"rotary_base": 10**400}, "rotary_base must be finite, got an integer that a float cannot hold"),
         ({"xpos_scale_base": -1}, "xpos_scale_base must be positive"),
         ({"dropout": 1.0}, "dropout is a probability, 0 <= dropout < 1, got 1.0"),
         ({"attention_dropout": -0.1}, "attention_dropout is a probability"),
@@ -64,6 +65,9 @@ def test_json_gives_the_same_configuration_back():
 def test_fields_that_are_unknown_or_missing_are_listed():
     with pytest.raises(ValueError, match="LongNetConfig has no fields width, layers; its fields are embed_dim, num_layers"):
         LongNetConfig.from_dict(SIZES | {"width": 3, "layers": 4})
+    for text in ("{", "[" * 100_000, '{"embed_dim": ' + "1" * 5000 + "}"):
+        with pytest.raises(ValueError, match="a configuration must be JSON"):
+            LongNetConfig.from_json(text)
     with pytest.raises(ValueError, match="has no fields width"):
         LongNetConfig(**SIZES).replace(width=3)
     with pytest.raises(ValueError, match="missing: num_heads, dilation_rates"):

@@ -83,6 +83,8 @@ def test_a_decoder_with_xpos_buffers(tied):
         ({"layernorm_embedding": True}, "layernorm_embedding=True"),
         ({"no_scale_embedding": False}, "no_scale_embedding=False"),
         ({"activation_fn": "relu"}, "activation_fn='relu'"),
+        ({"layernorm_eps": 0}, "layer_norm_eps must be positive"),
+        ({"xpos_scale_base": 0}, "xpos_scale_base must be positive"),
         ({"segment_length": None}, "need segment_length"),
         ({"encoder_layers": None, "dilated_ratio": ""}, "need encoder_layers, dilated_ratio"),
         ({"segment_length": "[2**4, 64]"}, "never evaluated"),
@@ -104,6 +106,10 @@ def test_tensors_that_are_missing_raise():
         LongNetEncoder.from_torchscale(weights, ENCODER)
     with pytest.raises(TypeError, match=r'checkpoint\["model"\]'):
         LongNetEncoder.from_torchscale({"model": weights}, ENCODER)
+    with pytest.raises(TypeError, match="a state dict holds tensors by name, got str"):
+        LongNetEncoder.from_torchscale("encoder.pt", ENCODER)
+    with pytest.raises(TypeError, match=r"subln must be True or False, got 'no'$"):
+        LongNetEncoder.from_torchscale(weights, ENCODER | {"subln": "no"})
     with pytest.raises(ValueError, match="two tensors named a"):
         stripped({"a": torch.ones(1), "module.a": torch.ones(1)})
     assert integers_of("segment_length", (1, 2)) == [1, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from argparse import Namespace
 
@@ -143,9 +144,10 @@ def test_files_that_are_refused(tmp_path):
     torch.save({"model": model.state_dict(), "code": CONFIG}, path)
     with pytest.raises(ValueError, match=r"slide.pth holds Python objects besides tensors, which are not unpickled"):
         SlideEncoder.from_gigapath(path, config=CONFIG)
-    path.write_bytes(pickle.dumps({"model": print}, protocol=2))
-    with pytest.raises(ValueError, match=r"slide.pth holds Python objects besides tensors"):
-        SlideEncoder.from_gigapath(path, config=CONFIG)
+    for code, name in ((print, "print"), (os.system, r"\w+\.system")):
+        path.write_bytes(pickle.dumps({"model": code}, protocol=2))
+        with pytest.raises(ValueError, match=rf"slide.pth holds Python objects .* run code: \S*{name}\. If"):
+            SlideEncoder.from_gigapath(path, config=CONFIG)
     for content, held in (
         ({"state": {}}, "it holds the entries state"),
         ([1], "it holds list"),

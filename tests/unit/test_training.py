@@ -253,6 +253,18 @@ def test_no_checkpoint_holds_parameters_that_are_not_finite(tmp_path, text):
     assert trainer.checkpoints.steps() == []
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_held_out_loss_that_is_not_finite(tmp_path, text, monkeypatch, value):
+    trainer = Trainer(make_settings(text), tmp_path / "out", CPU)
+    points = trainer.run()
+    for _ in range(3):
+        next(points)
+    monkeypatch.setattr(trainer, "evaluate", lambda: value)
+    with pytest.raises(LossError, match=r"held-out loss after step 4 is (nan|inf)\. The last good .*step-000000002\. Use"):
+        next(points)
+    assert len(read_log(tmp_path / "out" / "log.jsonl")) == 3
+
+
 def test_other_settings_in_the_same_folder(tmp_path, text):
     finish(make_settings(text), tmp_path / "out")
     with pytest.raises(ValueError, match=r"holds a run with other settings: learning_rate 0\.01 instead of 0\.1"):

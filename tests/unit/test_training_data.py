@@ -85,8 +85,9 @@ def test_an_unpacked_file_is_read_again_only_if_its_source_changed(folder):
     path = write(folder / "x.txt.gz", b"first")
     opened(path)
     (unpacked,) = (folder / "cache").glob("*.tokens")
-    unpacked.write_bytes(b"other")  # would be overwritten if the file were unpacked again
-    assert bytes(opened(path).read(0, 5).tolist()) == b"other"
+    before = unpacked.stat().st_ino
+    assert bytes(opened(path).read(0, 5).tolist()) == b"first"
+    assert unpacked.stat().st_ino == before  # another file would have its name if the source were unpacked again
     write(path, b"second")
     assert bytes(opened(path).read(0, 6).tolist()) == b"second"
 
@@ -171,21 +172,27 @@ def test_a_changed_file_is_named(folder):
         opened(*paths, write(folder / "c.txt", b"c")).compare(marks)
 
 
-def test_fingerprints_of_large_files_see_their_ends_and_their_size(folder):
+def test_fingerprints_see_every_byte_up_to_a_size(folder, monkeypatch):
+    """Above it, they see both ends and the size."""
     path = folder / "x"
     content = bytearray(5 * 2**20)
     marks = set()
-    for change in (None, 0, len(content) - 1):
+    for change in (None, 0, 70_000, len(content) - 1):  # byte 70,000 is not in one of the 64 blocks
+        if change == len(content) - 1:
+            monkeypatch.setattr("dilated_attention_pytorch.training.files._WHOLE", 2**20)
         data = bytearray(content)
         if change is not None:
             data[change] = 1
         path.write_bytes(data)
         marks.add(fingerprint(path))
     path.write_bytes(content[:-1])
-    assert len(marks | {fingerprint(path)}) == 4
+    assert len(marks | {fingerprint(path)}) == 5
 
 
 def test_files_that_cannot_be_read(folder):
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(DataError, match="pipe is not a regular file; write what it gives into a file"):
+        opened(folder / "pipe")
     with pytest.raises(DataError, match=r"missing\.txt could not be read: No such file"):
         opened(folder / "missing.txt")
     cut = folder / "cut.txt.gz"

@@ -16,7 +16,8 @@ import torch
 from dilated_attention_pytorch.models import LongNetConfig, LongNetDecoder
 from dilated_attention_pytorch.training import Trainer, TrainSettings
 from dilated_attention_pytorch.training.data import IGNORED, Corpus, split
-from dilated_attention_pytorch.training.files import DataError, list_files
+from dilated_attention_pytorch.training.files import DataError, fingerprint, list_files
+from dilated_attention_pytorch.training.log import TrainLog
 from dilated_attention_pytorch.training.score import trained_kind
 
 pytestmark = pytest.mark.slow
@@ -115,7 +116,7 @@ def test_the_command_lists_no_output(tmp_path, monkeypatch):
     assert make_settings(TrainOptions(data=[Path(".")]), CPU).kind == "bases"
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "empty index", "cut index", "list", "documents", "no index"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "empty index", "cut index", "list", "documents", "no index", "a token"])
 def test_a_damaged_cache_is_unpacked_again(tmp_path, damage):
     path = tmp_path / "x.fa.gz"
     path.write_bytes(gzip.compress(b">a\nACGTACGT\n>b\nTTTT\n"))
@@ -123,6 +124,8 @@ def test_a_damaged_cache_is_unpacked_again(tmp_path, damage):
     (tokens,), (index,) = ((tmp_path / "cache").glob(f"*.{end}") for end in ("tokens", "json"))
     if damage == "cut":
         tokens.write_bytes(tokens.read_bytes()[:-3])
+    elif damage == "a token":
+        tokens.write_bytes(b"\x02" + tokens.read_bytes()[1:])
     elif damage == "empty":
         tokens.write_bytes(b"")
     elif damage == "no index":
@@ -135,7 +138,8 @@ def test_a_damaged_cache_is_unpacked_again(tmp_path, damage):
     again = opened(path)
     assert again.read(0, len(again)).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 3, 3, 3, 3]
     assert again.documents == expected.documents == [0, 8]
-    assert json.loads(index.read_text()) == {"tokens": 12, "documents": [0, 8]}
+    written = json.loads(index.read_text())
+    assert written == {"tokens": 12, "documents": [0, 8], "fingerprint": fingerprint(tokens)}
 
 
 def test_unpacked_files_are_durable_before_they_have_a_name(tmp_path, monkeypatch):
@@ -275,6 +279,40 @@ def test_a_score_without_counted_tokens(runs, tmp_path):
         assert "a document needs 2 tokens, because its first has no prediction" in error
         (data / f"one{len(list(data.iterdir()))}").write_bytes(b"x")
     assert not (tmp_path / "figures.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "target", "code", "sentence"),
+    [
+        ("--json", "none/x.json", 1, "none/x.json could not be read or written: No such file or directory"),
+        ("--plot", "none/x.png", 1, "none/x.png could not be read or written: No such file or directory"),
+        ("--plot", "x.jpeg5", 2, "--plot must be a picture, a name that ends in .png"),
+        ("--log-probabilities", "", 1, "could not be read or written: Is a directory"),
+    ],
+)
+def test_targets_of_scores_are_checked_before_the_run(runs, tmp_path, monkeypatch, option, target, code, sentence):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("dilated_attention_pytorch.cli.score_run.load_decoder", None)  # a run would raise
+    found, _, error = score(runs / "text", runs / "x.txt", option, tmp_path / target)
+    assert found == code
+    assert sentence in error
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
+@pytest.mark.parametrize("option", ["--json", "--log-probabilities"])
+def test_a_full_disk_under_scores_is_named(runs, option):
+    code, _, error = score(runs / "text", runs / "x.txt", option, "/dev/full", "--quiet")
+    assert code == 1
+    assert error == "/dev/full could not be read or written: No space left on device\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
+def test_a_full_disk_under_the_log_is_named(tmp_path):
+    log = TrainLog(tmp_path / "log.jsonl", 0)
+    log.close()
+    with Path("/dev/full").open("ab", buffering=0) as log._file, pytest.raises(OSError, match="No space left") as error:
+        log.append({"step": 1})
+    assert error.value.filename == str(tmp_path / "log.jsonl")
 
 
 def test_a_model_that_is_not_finite_has_no_score(runs, tmp_path):

@@ -210,7 +210,7 @@ def test_settings_of_other_types(changes):
 
 
 def test_other_values_of_settings():
-    with pytest.raises(ValueError, match="clip must be a number that a float can hold"):
+    with pytest.raises(ValueError, match="clip must be finite, got an integer that a float cannot hold"):
         make_settings(Path("x"), clip=10**400)
     with pytest.raises(TypeError, match="model must be a LongNetConfig, got dict"):
         training_cases.TrainSettings(model=training_cases.MODEL, context=64, steps=1)

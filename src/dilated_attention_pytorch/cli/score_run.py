@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from rich.console import Console
 
 from dilated_attention_pytorch.cli.demo import choose_device
-from dilated_attention_pytorch.cli.outputs import Outputs, device_name, end, versions
+from dilated_attention_pytorch.cli.outputs import Outputs, check_file, device_name, end, versions
 from dilated_attention_pytorch.cli.streams import interruptible
 from dilated_attention_pytorch.cli.train_options import ScoreOptions
 from dilated_attention_pytorch.cli.train_run import reported
 from dilated_attention_pytorch.training import Corpus, LossError, ScoreBins, load_decoder, log_probabilities
 from dilated_attention_pytorch.training.costs import peak_memory
 from dilated_attention_pytorch.training.files import KINDS, kind_of, list_files
+from dilated_attention_pytorch.training.log import naming
 from dilated_attention_pytorch.training.score import trained_kind
 from dilated_attention_pytorch.training.settings import DTYPES
 
@@ -41,6 +44,8 @@ def run_score(options: ScoreOptions) -> None:
         chunk = _CHUNK[device.type] if options.chunk is None else options.chunk
         if chunk < 1 or options.bins < 1:
             raise ValueError(f"--chunk and --bins must be at least 1, got {chunk} and {options.bins}")
+        if options.log_probabilities is not None:
+            check_file(options.log_probabilities)
         trained = trained_kind(options.model)
         kind = _kind(options, trained)
         corpus = Corpus.of(options.data, options.cache or Path(temporary), kind, options.model)
@@ -62,8 +67,7 @@ def run_score(options: ScoreOptions) -> None:
         console = outputs.console()
         begin = printed = time.monotonic()
         try:
-            with interruptible():
-                target = None if options.log_probabilities is None else options.log_probabilities.open("wb")
+            with interruptible(), _opened(options.log_probabilities) as target:
                 for first, values in log_probabilities(model, corpus, chunk):
                     bins.add(first, values)
                     if target is not None:
@@ -76,8 +80,6 @@ def run_score(options: ScoreOptions) -> None:
                         Console(stderr=True, soft_wrap=True, highlight=False).print(
                             f"{text}, {bins.bits:.4f} bits per token"
                         )
-                if target is not None:
-                    target.close()
         except KeyboardInterrupt:
             end(f"Interrupted: {bins.tokens:,} of {len(corpus) - 1:,} tokens are scored.", 130)
         seconds = time.monotonic() - begin
@@ -95,6 +97,16 @@ def run_score(options: ScoreOptions) -> None:
         _print(console, figures)
         outputs.write(figures)
         outputs.draw(lambda: _picture(options, bins))
+
+
+@contextlib.contextmanager
+def _opened(path: Path | None) -> Iterator[BinaryIO | None]:
+    """The file of log-probabilities. Errors of writing and closing it name it."""
+    if path is None:
+        yield None
+        return
+    with naming(path), path.open("wb") as file:
+        yield file
 
 
 def _picture(options: ScoreOptions, bins: ScoreBins) -> Figure:

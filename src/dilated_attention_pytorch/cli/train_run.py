@@ -42,6 +42,7 @@ from dilated_attention_pytorch.training import (
     read_log,
 )
 from dilated_attention_pytorch.training.files import VOCABULARIES, kind_of, list_files
+from dilated_attention_pytorch.training.log import naming
 
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 # What a minute is enough for on two slow CPU cores, and a start for one GPU.
@@ -82,7 +83,9 @@ def run_training(options: TrainOptions) -> None:
             done = f"{trainer.step:,} of {settings.steps:,} steps are finished"
             end(f"Interrupted: {done}; the same command goes on from {last}.", _CODES[received[0]])
         if not options.no_plot and lines:
-            save_picture(loss_picture(lines, _title(trainer)), options.out / "loss.png")
+            path = options.out / "loss.png"
+            with naming(path):
+                save_picture(loss_picture(lines, _title(trainer)), path)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import zipfile
 from argparse import Namespace
 from collections.abc import Mapping
@@ -52,12 +53,12 @@ def _load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (RuntimeError, ValueError, KeyError, EOFError, UnicodeDecodeError, pickle.UnpicklingError) as error:
         # The long message of torch.load advises to unpickle anything; the reason is behind these words.
-        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or type(error).__name__
-        if "GLOBAL" in reason:
+        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise ValueError(
-                f"{path} holds Python objects besides tensors, which are not unpickled because that can run code: {reason} "
-                "If you trust it, load it with torch.load(weights_only=False) and save its state dict"
+                f"{path} holds Python objects besides tensors, which are not unpickled because that can run code: "
+                f"{found[1]}. If you trust it, load it with torch.load(weights_only=False) and save its state dict"
             ) from None
+        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or type(error).__name__
         raise _incomplete(path, reason) from None
 
 

@@ -186,7 +186,7 @@ class LongNetConfig:
         """The configuration that ``to_json`` wrote."""
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also of integers with too many digits
             raise ValueError(f"a configuration must be JSON: {error}") from None
         return LongNetConfig.from_dict(values)
 

@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.cache import DilatedKVCache
+from dilated_attention_pytorch.call import Sharding
 from dilated_attention_pytorch.integers import as_integer
 from dilated_attention_pytorch.jagged import is_jagged
-from dilated_attention_pytorch.lengths import few, index_tensor
+from dilated_attention_pytorch.lengths import Lengths, few, index_tensor
+from dilated_attention_pytorch.models.config import LongNetConfig
 from dilated_attention_pytorch.models.sampling import Sampling
-
-if TYPE_CHECKING:  # the decoder imports this file
-    from dilated_attention_pytorch.cache import DilatedKVCache
-    from dilated_attention_pytorch.models.decoder import LongNetDecoder
 
 Prompts = Tensor | Sequence[Tensor | Sequence[int]]
 CHUNK = 65536  # tokens of each sample that are computed at a time
 _TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class CachedDecoder(Protocol):
+    """What generation needs of a model: ``LongNetDecoder`` has it."""
+
+    config: LongNetConfig
+    sharding: Sharding | None
+    training: bool
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix (vocabulary, E) of the output projection."""
+        ...
+
+    def __call__(self, tokens: Tensor, *, caches: Sequence[DilatedKVCache], lengths: Lengths | None) -> Tensor:
+        """Append a chunk (B, N) to the caches, and return its logits (B, N, vocabulary)."""
+        ...
+
+    def features(
+        self, tokens: Tensor, *, caches: Sequence[DilatedKVCache] | None = None, lengths: Lengths | None = None
+    ) -> Tensor:
+        """The states (B, N, E) behind the last norm, for the same arguments."""
+        ...
+
+    def log_probabilities(self, states: Tensor, targets: Tensor) -> Tensor:
+        """The log-probabilities (B, N) of targets (B, N) behind these states."""
+        ...
+
+    def new_caches(self, batch_size: int, *, max_tokens: int | None = None, max_rollback: int = 32) -> list[DilatedKVCache]:
+        """One cache per layer."""
+        ...
 
 
 class Generated(NamedTuple):
@@ -43,7 +73,7 @@ class Decoding:
     """
 
     def __init__(
-        self, model: LongNetDecoder, prompts: Prompts, sampling: Sampling, *, max_new_tokens: int | None = None,
+        self, model: CachedDecoder, prompts: Prompts, sampling: Sampling, *, max_new_tokens: int | None = None,
         eos: int | Sequence[int] | None = None, generator: torch.Generator | int | None = None, prefill_chunk: int = CHUNK,
     ) -> None:  # fmt: skip
         check_inference(model)
@@ -56,7 +86,7 @@ class Decoding:
         self._prompts: list[Tensor] | None = _prompts(prompts)
         batch, longest = len(self._prompts), max(map(len, self._prompts))
         most = None if self.max_new_tokens is None else longest + self.max_new_tokens - 1  # the last one is not appended
-        self.caches: list[DilatedKVCache] = model.new_caches(batch, max_tokens=most, max_rollback=0)
+        self.caches = model.new_caches(batch, max_tokens=most, max_rollback=0)
         self._made = 0
         with torch.inference_mode(False):  # the tensors are changed in other modes as well
             self.token = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -131,7 +161,7 @@ def generate(decoding: Decoding) -> Generated:
     return Generated(tokens[:, :made].clone() if made < tokens.shape[1] else tokens, decoding.lengths.clone())
 
 
-def score(model: LongNetDecoder, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+def score(model: CachedDecoder, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
     """See ``LongNetDecoder.score``. The model is checked now, and chunks when they are read."""
     check_inference(model)
     if isinstance(chunks, Tensor) or not isinstance(chunks, Iterable):
@@ -142,7 +172,7 @@ def score(model: LongNetDecoder, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _scores(model: LongNetDecoder, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+def _scores(model: CachedDecoder, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
     caches: list[DilatedKVCache] | None = None
     last: Tensor | None = None  # the state of the token in front of the chunk
     shape: torch.Size | None = None
@@ -170,12 +200,12 @@ def _scores(model: LongNetDecoder, chunks: Iterable[Tensor]) -> Iterator[Tensor]
         yield found.view(*shape, -1)
 
 
-def _no_rows(model: LongNetDecoder, batch: int) -> tuple[Tensor, Tensor]:
+def _no_rows(model: CachedDecoder, batch: int) -> tuple[Tensor, Tensor]:
     weight = model.head_weight
     return weight.new_empty(batch, 0, weight.shape[1]), weight.new_empty(batch, 0, dtype=torch.int64)
 
 
-def check_inference(model: LongNetDecoder) -> None:
+def check_inference(model: CachedDecoder) -> None:
     """Raise if the model cannot be used with caches, or would drop activations."""
     if model.sharding is not None:
         raise ValueError("a sharded sequence has no caches; decode on one device, with a model without group")

@@ -30,11 +30,14 @@ _REASONS = {
 def from_torchscale(
     kind: str, state_dict: Mapping[str, Tensor], args: Any
 ) -> tuple[LongNetConfig, dict[str, Tensor]]:  # fmt: skip
-    """The config and the tensors of an ``"encoder"`` or a ``"decoder"`` of the authors' code."""
+    """The config and the tensors of an ``"encoder"`` or a ``"decoder"`` of the authors' code.
+
+    An option that is None has its default.
+    """
     if not isinstance(args, Mapping) and not hasattr(args, "__dict__"):
         raise TypeError(f"args must be a dictionary, or an object with attributes, got {type(args).__name__}")
     values = dict(args) if isinstance(args, Mapping) else dict(vars(args))
-    config, tensors = _config(kind, values), stripped(state_dict)
+    config, tensors = _config(kind, {name: x for name, x in values.items() if x is not None}), stripped(state_dict)
     if kind == "encoder" and "embed_tokens.weight" not in tensors:  # it was given embeddings, whatever its vocab_size was
         config = config.replace(vocab_size=None)
     return config, _without_xpos(config, tensors)
@@ -46,6 +49,8 @@ def stripped(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     >>> list(stripped({"module.layers.0._fsdp_wrapped_module.ffn.fc1.bias": torch.zeros(1)}))
     ['layers.0.ffn.fc1.bias']
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"a state dict holds tensors by name, got {type(state_dict).__name__}; load the file first")
     tensors: dict[str, Tensor] = {}
     for name, x in state_dict.items():
         if not isinstance(x, Tensor):
@@ -85,31 +90,29 @@ def integers_of(name: str, value: Any) -> list[int]:
 
 def _config(kind: str, args: dict[str, Any]) -> LongNetConfig:
     names = {"embed_dim": "embed_dim", "num_heads": "attention_heads", "ffn_dim": "ffn_embed_dim", "num_layers": "layers"}
-    missing = [f"{kind}_{name}" for name in names.values() if args.get(f"{kind}_{name}") is None]
-    missing += [name for name in ("segment_length", "dilated_ratio") if args.get(name) in (None, "")]
+    missing = [f"{kind}_{name}" for name in names.values() if f"{kind}_{name}" not in args]
+    missing += [name for name in ("segment_length", "dilated_ratio") if args.get(name, "") == ""]
     if missing:
         raise ValueError(f"the args of a LongNet {kind} need {', '.join(missing)}")
     for name, allowed in _REFUSED.items():
-        value = args.get(name)
-        if value is not None and value not in allowed:
+        value = args.get(name, allowed[0])
+        if value not in allowed:
             reason = f" ({_REASONS[name]})" if name in _REASONS else ""
             raise ValueError(f"this library has no LongNet with {name}={value!r}{reason}; it needs {name}={allowed[0]!r}")
-    vocabulary = args.get("vocab_size")
-    vocabulary = None if vocabulary is None else as_integer("vocab_size", vocabulary)
-    vocabulary = None if vocabulary is None or vocabulary <= 0 else vocabulary
+    vocabulary = as_integer("vocab_size", args.get("vocab_size", -1))  # theirs is -1 without a vocabulary
     flags = {"subln": True, "normalize_output": True, "xpos_rel_pos": False, "checkpoint_activations": False}
     flags[f"share_{kind}_input_output_embed"] = False
     for name, default in flags.items():
-        flags[name] = as_bool(name, default if args.get(name) is None else args[name])
+        flags[name] = as_bool(name, args.get(name, default))
     return LongNetConfig(
         **{own: args[f"{kind}_{name}"] for own, name in names.items()},
         segment_lengths=tuple(integers_of("segment_length", args["segment_length"])),
         dilation_rates=tuple(integers_of("dilated_ratio", args["dilated_ratio"])),
-        offsets="blocked", torchscale_padding=kind == "encoder", vocab_size=vocabulary,
-        positions="xpos" if flags["xpos_rel_pos"] else "none", xpos_scale_base=args.get("xpos_scale_base") or 512,
-        dropout=args.get("dropout") or 0.0, attention_dropout=args.get("attention_dropout") or 0.0,
-        activation_dropout=args.get("activation_dropout") or 0.0, drop_path=args.get("drop_path_rate") or 0.0,
-        sub_norm=flags["subln"], layer_norm_eps=args.get("layernorm_eps") or 1e-5,
+        offsets="blocked", torchscale_padding=kind == "encoder", vocab_size=vocabulary if vocabulary > 0 else None,
+        positions="xpos" if flags["xpos_rel_pos"] else "none", xpos_scale_base=args.get("xpos_scale_base", 512),
+        dropout=args.get("dropout", 0.0), attention_dropout=args.get("attention_dropout", 0.0),
+        activation_dropout=args.get("activation_dropout", 0.0), drop_path=args.get("drop_path_rate", 0.0),
+        sub_norm=flags["subln"], layer_norm_eps=args.get("layernorm_eps", 1e-5),
         final_norm=flags["normalize_output"] or kind == "decoder",
         tie_embeddings=flags[f"share_{kind}_input_output_embed"],
         checkpoint_layers=flags["checkpoint_activations"],

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import stat
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ _FASTA = (".fa", ".fna", ".fasta", ".ffn", ".fas")
 _GZIP = b"\x1f\x8b"
 _BLOCK = 2**16  # bytes of a sampled block
 _SAMPLES = 64  # blocks of a large file that a fingerprint reads
+_WHOLE = 2**28  # bytes of a file up to which a fingerprint reads all of it
 _CHUNK = 2**24
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}  # installed packages differ between machines
 
@@ -127,12 +129,15 @@ def kind_of(files: Sequence[Path]) -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """The size of a file and a hash of its content: of all of it up to 4 MiB, else of 64 blocks at equal distances."""
+    """The size of a file and a hash of its content: of all of it up to 256 MiB, else of 64 blocks at equal distances."""
+    with _reported(path):
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe waits
+            raise DataError(f"{path} is not a regular file; write what it gives into a file")
     with _reported(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256()
-        if size <= _BLOCK * _SAMPLES:
-            digest.update(file.read())
+        if size <= _WHOLE:
+            digest = hashlib.file_digest(file, "sha256")
         else:
             for i in range(_SAMPLES):
                 file.seek((size - _BLOCK) * i // (_SAMPLES - 1))
@@ -157,12 +162,12 @@ def open_file(path: Path, kind: str, cache: Path) -> DataFile:
 
 
 def _unpacked(tokens: Path, index: Path) -> list[int] | None:
-    """The documents of an unpacked file. None if it does not exist, or if its size or its index is not valid."""
+    """The documents of an unpacked file. None if it does not exist, or if it or its index is damaged."""
     try:
         found, size = json.loads(index.read_bytes()), tokens.stat().st_size
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict) or found.get("tokens") != size:
+    if not isinstance(found, dict) or found.get("tokens") != size or found.get("fingerprint") != fingerprint(tokens):
         return None
     starts = found.get("documents")
     if not isinstance(starts, list) or not all(type(start) is int for start in starts):
@@ -187,7 +192,8 @@ def _unpack(path: Path, kind: str, targets: tuple[Path, Path]) -> list[int]:
         os.replace(unfinished, tokens)
         documents = [start for start in documents if start < count]
         with unfinished.open("wb") as target:
-            target.write(json.dumps({"tokens": count, "documents": documents}).encode())
+            found = {"tokens": count, "documents": documents, "fingerprint": fingerprint(tokens)}
+            target.write(json.dumps(found).encode())
             _make_durable(target)
         os.replace(unfinished, index)
     except OSError as error:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError the name of the file that is written: on a full disk, the error of a write has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 class TrainLog:
@@ -25,12 +38,14 @@ class TrainLog:
 
     def append(self, record: dict[str, Any]) -> None:
         """Write a line at once."""
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.flush()
 
     def sync(self) -> None:
         """Make the lines durable."""
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

@@ -172,11 +172,16 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - begin
         evaluated = self.step % settings.evaluate_every == 0 or self.step == settings.steps
+        held_out = self.evaluate() if evaluated else None
+        if held_out is not None and not math.isfinite(held_out):
+            raise LossError(
+                f"the held-out loss after step {self.step} is {held_out}. {self._last_good()}. {self._way_out()}"
+            )
         count = settings.batch * settings.context
         point = TrainPoint(
             self.step, loss_value, rate, norm_value, self.step * count, seconds, count / seconds,
             None if self.peak is None else self.flops / seconds / (self.peak[1] * ranks.world),
-            peak_memory(self.device), self.evaluate() if evaluated else None,
+            peak_memory(self.device), held_out,
         )  # fmt: skip
         return point, stopped > 0
 

@@ -121,12 +121,7 @@ def _number(name: str, value: Any) -> float:
     number = None if isinstance(value, bool) else as_number(name, value)
     if number is None:
         raise TypeError(f"{name} must be a number, got {value!r}")
-    try:
-        return float(number)
-    except OverflowError:
-        raise ValueError(
-            f"{name} must be a number that a float can hold, got a larger integer; use a smaller one"
-        ) from None
+    return float(number)
 
 
 def _paths(data: Any) -> tuple[str, ...]:
