@@ -143,8 +143,8 @@ def last_row(pattern: Dilated, inputs: Inputs, scale: float) -> Results:
     (k_b, *k_strides, _), (v_b, *v_strides, _) = key.stride(), value.stride()
     changing = (length - 1, k_b, v_b) if batch > 1 else (length - 1, 0, 0)
     found = _launch_of(_Token(
-        query.shape, query.dtype, query.device, key_heads, (query.stride(), _NO_STRIDES, _NO_STRIDES), (*k_strides, *v_strides),
-        most_rows, len(branches), scale, None, False, False, exact_products(query),
+        query.shape, query.dtype, query.device, key_heads, (query.stride(), _NO_STRIDES, _NO_STRIDES),
+        (*k_strides, *v_strides), most_rows, len(branches), scale, None, False, False, exact_products(query),
     ))  # fmt: skip
     arrived = torch.zeros(batch * (key_heads + 1), dtype=torch.int32, device=key.device)
     # The kernel reads neither a token to be appended nor what stands for the tensors of a cache.
