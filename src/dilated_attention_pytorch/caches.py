@@ -34,6 +34,7 @@ CACHES = (
     Cache("plan.lists", "_given_rule", "given block lists by the identity of their tensors"),
     Cache("plan.lists", "_static_lists", "block lists by configuration and length"),
     Cache("execute.strided", "_calls", "calls of a stock kernel by plan and sizes, 64 entries"),
+    Cache("backends.targets", "_capability", "the compute capability of a device"),
     Cache("backends.gpu.launch_plan", "_launch_plan", "launch tables on a device, with the launches over them"),
     Cache("backends.gpu.launch_plan", "_running_plan", "launch tables of messages, and of pairs of a rank's chunks"),
     Cache("backends.gpu.block_tables", "_tables", "block tables on a device"),

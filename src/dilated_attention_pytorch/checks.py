@@ -86,10 +86,10 @@ def as_number(name: str, value: Any) -> float | None:
     """A finite number as Python's own float or int; None stays None. NumPy's numbers are accepted."""
     if value is None:
         return None
-    if isinstance(value, Tensor) or not isinstance(value, Real):
+    if not isinstance(value, float | int) and (isinstance(value, Tensor) or not isinstance(value, Real)):
         hint = "; multiply the query by a learned scale instead" if name == "scale" else ""
         raise TypeError(f"{name} must be a number, got {type(value).__name__}{hint}")
-    number: float = value if isinstance(value, float | int) else float(value)  # type: ignore[unreachable]
+    number: float = value if isinstance(value, float | int) else float(value)
     if not abs(number) <= _LARGEST:  # a comparison, which compilers trace for symbolic numbers
         got = "an integer that a float cannot hold" if isinstance(number, int) else value
         raise ValueError(f"{name} must be finite, got {got}")

@@ -131,6 +131,18 @@ def test_last_row_of_a_sequence(tokens):
     case.check(*attention(query[:, -1:], key, value, case.pattern, **options), tokens - 1)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_last_rows_of_a_growing_sequence_share_their_launches(fused, batch):
+    """Rows are added by torch.cat, so that samples move apart. A launch is new when there are more blocks of rows."""
+    case = Case(Dilated([16, 512], [1, 2]), batch, 200, 4, 2, 16)
+    query, key, value = case.tensors
+    for tokens in range(150, 200, 7):
+        rows = [x[:, :tokens].contiguous() for x in (key, value)]
+        out, lse = attention(query[:, tokens - 1 : tokens], *rows, case.pattern, return_lse=True, backend="triton")
+        case.check(out, lse, tokens - 1)
+    assert fused._launch_of.cache_info().misses == 3  # from 16 + 75 to 16 + 100 rows, in blocks of 16
+
+
 def test_bits_do_not_depend_on_the_batch(fused, monkeypatch):
     """Neither on the number of programs: sample 0 by itself, and with others that leave each key head fewer programs."""
     monkeypatch.setattr(fused, "PROGRAMS", 12)

@@ -104,6 +104,23 @@ def test_what_triton_may_tell_apart_is_compiled_apart():
     assert len(kernel.compiled) == before + 2
 
 
+def test_what_triton_may_tell_apart_in_changing_numbers_is_compiled_apart():
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    kernel, x = Kernel(), torch.zeros(64)
+    one = KernelLaunch(kernel, 3, (), (0.5,), {"FLAG": True, "BLOCK": 32})
+    for number in (0, 1, -1, 16, 17, 1600, 1700):
+        for _ in range(2):
+            launch((one,), (x,), (number,))
+        name, _, values = kernel.called[-1]
+        assert values == (x.data_ptr(), number, 0.5, 32, True)
+        number_then = kernel.compiled[name - 1][1][1]
+        kinds = [native_specialize_impl(CUDABackend, x, False, True, True) for x in (number, number_then)]
+        assert kinds[0] == kinds[1]
+    assert len(kernel.compiled) == 3
+
+
 def test_launches_have_scratch_memory_of_their_own(monkeypatch):
     """Programs of the next launch begin before the last of this one are done."""
     import triton

@@ -288,12 +288,24 @@ def test_results_are_the_same_bit_for_bit(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_samples_do_not_influence_one_another(backend):
-    q, k, v = (x.detach() for x in random_inputs(3, 40, 40, 2, 2, 8, torch.float32))
-    together = attention(q, k, v, Dilated([8, 20], [1, 2]), backend=backend)
-    for b in range(3):
-        alone = attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], Dilated([8, 20], [1, 2]), backend=backend)
-        torch.testing.assert_close(together[b : b + 1], alone, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("padding", [False, True])
+def test_the_bits_of_a_sample_do_not_depend_on_the_batch(backend, dtype, padding):
+    """Neither on the number of samples nor on their values. dlse is NaN for one sample and large for another."""
+    pattern = Dilated([16, 50], [1, 3], torchscale_padding=padding)
+    call = lambda *x: attention(*x, pattern, backend=backend, return_lse=True)  # noqa: E731
+    for tokens in (20, 37, 50, 80):
+        inputs = random_inputs(3, tokens, tokens, 4, 2, 8, dtype)
+        dout, dlse = (
+            torch.randn(3, tokens, 4, 8),
+            torch.randn(3, 4, tokens) * torch.tensor([1.0, torch.nan, 1e4])[:, None, None],
+        )
+        together = with_grads(call, inputs, dout, dlse)
+        for b in (0, 2):
+            own = [x[b : b + 1].detach().requires_grad_() for x in inputs]
+            alone = with_grads(call, own, dout[b : b + 1], dlse[b : b + 1])
+            for name, found, expected in zip(("out", "lse", "dq", "dk", "dv"), together, alone, strict=True):
+                assert torch.equal(found[b : b + 1], expected), (tokens, b, name)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -330,9 +342,9 @@ def test_large_gradients_of_lse_in_half_precision(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_batch_of_empty_samples_still_has_gradients(backend):
     inputs = random_inputs(2, 6, 6, 2, 2, 4)
-    out = attention(*inputs, Dilated([4], [1]), lengths=torch.tensor([0, 0]), backend=backend)
-    out.sum().backward()
-    assert all((x.grad is None or (x.grad == 0).all()) for x in inputs)
+    out, lse = attention(*inputs, Dilated([4], [1]), lengths=torch.tensor([0, 0]), backend=backend, return_lse=True)
+    for found in (torch.autograd.grad(x, inputs, torch.ones_like(x), retain_graph=True) for x in (out, lse)):
+        assert all((grad == 0).all() for grad in found)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

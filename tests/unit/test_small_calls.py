@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import Dilated
+from dilated_attention_pytorch.backends.targets import _capability, capability_of
 from dilated_attention_pytorch.call import Sharding, make_call
 from dilated_attention_pytorch.distributed import Shards
 from dilated_attention_pytorch.distributed.agreement import Arguments, _known_arguments, arguments_of
@@ -52,3 +53,16 @@ def test_rows_without_keys_merge_to_those_with_keys(dtype) -> None:
     merge_(out, lse, partial, partial_lse)
     assert out.equal(torch.stack([some, torch.zeros(2, dtype=dtype), some]))
     assert lse.equal(torch.tensor([0.5, empty, 0.5], dtype=dtype))
+
+
+def test_the_capability_of_a_gpu_is_read_once(monkeypatch) -> None:
+    """The current device may change, so that it is read each time."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
+    _capability.cache_clear()
+    for name in ("cuda:0", "cuda:1", "cuda"):
+        for _ in range(3):
+            assert capability_of(torch.device(name)) == (9, 0)
+    _capability.cache_clear()
+    assert [str(device) for device in asked] == ["cuda:0", "cuda:1", *["cuda"] * 3]

@@ -12,11 +12,12 @@ from dilated_attention_pytorch.execute.loop import TileKernel
 
 # In the order in which "auto" asks them; docs/kernels.md has the measurements.
 BACKENDS: tuple[Backend, ...] = (HOPPER, TRITON, SDPA, EAGER, REFERENCE)
+_BY_NAME = {backend.name: backend for backend in BACKENDS}
 
 
 def find(name: str) -> Backend:
     """The backend of a name."""
-    return next(backend for backend in BACKENDS if backend.name == name)
+    return _BY_NAME[name]
 
 
 def candidates(name: str, request: Request) -> tuple[Backend, ...]:

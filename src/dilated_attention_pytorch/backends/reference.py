@@ -54,12 +54,12 @@ class ReferenceBackend:
             whole = Span(slice(0, problem.batch), slice(0, problem.queries), slice(0, problem.keys))
             return _attend(problem, whole, None, inputs, options)
         # Sequences are computed one by one: a NaN in one cannot reach another through 0 * NaN.
-        # The output is selected from the inputs, so that it belongs to the graph even if every sequence is empty. Under
-        # torch.vmap, results have the mapped dimension of any input, and lse gets it from the output.
+        # The results are selected from the inputs, so that they belong to the graph even if every sequence is empty. Under
+        # torch.vmap, they have the mapped dimension of any input, and lse gets it from the output.
         never = torch.zeros((), dtype=torch.bool, device=query.device)
         out = torch.where(never, query + key.sum() + value.sum(), 0.0)
-        lse = out.detach()[..., 0].transpose(1, 2).to(accumulate_dtype(query.dtype))
-        lse = torch.full_like(lse, -torch.inf, memory_format=torch.contiguous_format)
+        lse = out[..., 0].transpose(1, 2).to(accumulate_dtype(query.dtype))
+        lse = torch.where(never, lse, -torch.inf).contiguous()
         for span, lists in _sequences(problem, options, query.device):
             own = Inputs(query[span.query_rows], key[span.key_rows], value[span.key_rows])
             out[span.query_rows], lse[span.samples, :, span.queries] = _attend(problem, span, lists, own, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -67,6 +68,18 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     """The compute capability of a CUDA device of this machine; (0, 0) for other devices."""
     if device.type != "cuda":
         return 0, 0
+    if device.index is None or torch.compiler.is_compiling():  # the current device; compilers do not see caches
+        return _read_capability(device)
+    return _capability(device)
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The same, read once. PyTorch asks the driver for the number of devices, and goes through 20 functions."""
+    return _read_capability(device)
+
+
+def _read_capability(device: torch.device) -> tuple[int, int]:
     if not torch.cuda.is_available():
         raise ValueError(
             f"device {str(device)!r} is a GPU of this machine, which has none; describe one by device='cuda:h200' or "

@@ -159,10 +159,11 @@ def _lse_gradients(
     """``(dq, dk)`` of tiles through lse, ``ds = p * dlse``: the gradient with values 0 and a delta of ``-dlse``."""
     unit, minus_dlse, zeros = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(k)
     unit[..., 0] = 1.0
-    size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny)  # half precision could not hold it
+    # Half precision could not hold dlse. Each unit has a size of its own, so that samples do not depend on one another.
+    size = dlse.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(dlse.dtype).tiny)
     minus_dlse[..., 0] = -dlse / size
     dq, dk, _ = how.kernel.backward(unit, q, k, zeros, minus_dlse, lse, call.causal, how.scale, **call.mask())
-    return dq * size, dk * size
+    return dq * size.unsqueeze(-1), dk * size.unsqueeze(-1)
 
 
 def tile_sets(problem: Problem, options: Options, device: torch.device) -> Iterator[tuple[Span, TileSet]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.execute.merge import merge_
+from dilated_attention_pytorch.execute.merge import merge_, merge_lse
 from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.plan.tiles import Plan, TileFamily
 from dilated_attention_pytorch.values import Inputs
@@ -179,9 +179,9 @@ class StridedCall:
     def merge_(self, out: Tensor, lse_bnh: Tensor, partial: Tensor, partial_lse: Tensor) -> None:
         """Merge the result of the call into ``out`` and ``lse``."""
         if self.family.zero_keys:
-            with_zeros = torch.logaddexp(partial_lse, torch.full_like(partial_lse, self.family.zero_keys).log())
-            partial = partial * torch.exp(partial_lse - with_zeros).unsqueeze(-1)
-            partial_lse = with_zeros
+            zeros_lse = torch.full_like(partial_lse, self.family.zero_keys).log_()
+            weight, partial_lse = merge_lse(zeros_lse, partial_lse)
+            partial = partial * weight.unsqueeze(-1)
         merge_(self.queries(out), self.queries(lse_bnh), partial, partial_lse)
 
     def add_queries_(self, x_bnhd: Tensor, partial: Tensor) -> None:

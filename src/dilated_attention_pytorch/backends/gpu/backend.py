@@ -40,12 +40,12 @@ class TableBackend:
         ``given`` results are written if there are any: both contiguous, ``out`` of any floating-point type, ``lse`` in
         float32. Rows that no tile has do not change. The tiles of a ``RunningProblem`` are merged into given results.
         """
-        kernels = self.kernels(dilated=isinstance(problem.pattern, Dilated))
         with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
             if given is None and _is_last_row(problem, options):
                 from dilated_attention_pytorch.backends.gpu import decoding  # it imports triton
 
                 return decoding.last_row(problem.dilated, inputs, options.scale)
+            kernels = self.kernels(dilated=isinstance(problem.pattern, Dilated))
             results: Results = kernels.forward(problem, inputs, options, given)
         return results
 

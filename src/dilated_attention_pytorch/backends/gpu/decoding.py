@@ -34,7 +34,7 @@ class _Token(NamedTuple):
     device: torch.device
     key_heads: int
     strides: tuple[tuple[int, ...], ...]  # of query, key and value
-    row_strides: tuple[int, ...]  # of samples, rows and heads, of keys and then of values
+    row_strides: tuple[int, ...]  # of rows and heads, of keys and then of values
     most_rows: int  # of a key head, over all branches
     branches: int
     scale: float
@@ -51,11 +51,15 @@ class _TokenLaunch(NamedTuple):
     partial_shape: tuple[int, ...]
 
 
+def _block_rows(head_dim: int, dtype: torch.dtype) -> int:
+    """The rows that a program reads at a time."""
+    return max(16, BLOCK_BYTES // (padded(head_dim) * dtype.itemsize))
+
+
 @lru_cache(maxsize=256)
 def _launch_of(token: _Token) -> _TokenLaunch:
     batch, _, all_heads, head_dim = token.shape
-    block_d, heads = padded(head_dim), all_heads // token.key_heads
-    block_n = max(16, BLOCK_BYTES // (block_d * token.dtype.itemsize))
+    block_d, heads, block_n = padded(head_dim), all_heads // token.key_heads, _block_rows(head_dim, token.dtype)
     programs = PROGRAMS * multiprocessors(token.device) // (batch * token.key_heads)
     partials = max(1, min(-(-token.most_rows // block_n), MOST_PARTIALS))
     splits = max(1, min(programs, partials))
@@ -99,13 +103,13 @@ def _step(
     query, key, value = token = _elements_adjacent(token)
     keys, values, seen, rolled_back, table, _, arrived = storage
     (_, key_heads, most_rows, head_dim), branches = keys.shape, len(held.branches)
-    row_strides = key_heads * most_rows * head_dim, head_dim, most_rows * head_dim  # the storage is contiguous
+    row_strides = head_dim, most_rows * head_dim  # the storage is contiguous
     found = _launch_of(_Token(
         query.shape, query.dtype, query.device, key_heads, (query.stride(), key.stride(), value.stride()),
         row_strides * 2, most_rows, branches, scale, held.max_tokens, True, valid is not None, exact_products(query),
     ))  # fmt: skip
     state = keys, values, seen, rolled_back, seen if valid is None else valid
-    return _launch(found, token, state, arrived, table)
+    return _launch(found, token, state, arrived, table, (0, *[key_heads * most_rows * head_dim] * 2))
 
 
 def append_(held: HeldRows, storage: CacheTensors, key: Tensor, value: Tensor, lengths: Tensor | None) -> None:
@@ -130,20 +134,22 @@ def last_row(pattern: Dilated, inputs: Inputs, scale: float) -> Results:
     (query, key, value), length = inputs, inputs.key.shape[1]
     query = query if query.stride(-1) == 1 else query.contiguous()
     (batch, _, key_heads, _), branches = key.shape, pattern.branches
-    most_rows = sum([-(-min(w, length) // r) for w, r in branches])
     table = _table(pattern, key_heads, key.device)
     keep_for_device(table, (table,))
-    # The distance of samples grows with every token. One sample has none, so that its launch is found again.
+    # Whole blocks, and no more than decide about the launch: it is found again while a sequence grows.
+    block = _block_rows(query.shape[3], query.dtype)
+    blocks = -(-sum([-(-min(w, length) // r) for w, r in branches]) // block)
+    most_rows = min(blocks, MOST_PARTIALS) * block
     (k_b, *k_strides, _), (v_b, *v_strides, _) = key.stride(), value.stride()
-    row_strides = (k_b, *k_strides, v_b, *v_strides) if batch > 1 else (0, *k_strides, 0, *v_strides)
+    changing = (length - 1, k_b, v_b) if batch > 1 else (length - 1, 0, 0)
     found = _launch_of(_Token(
-        query.shape, query.dtype, query.device, key_heads, (query.stride(), _NO_STRIDES, _NO_STRIDES), row_strides,
-        most_rows, len(branches), scale, None, False, False, exact_products(query),
+        query.shape, query.dtype, query.device, key_heads, (query.stride(), _NO_STRIDES, _NO_STRIDES),
+        (*k_strides, *v_strides), most_rows, len(branches), scale, None, False, False, exact_products(query),
     ))  # fmt: skip
     arrived = torch.zeros(batch * (key_heads + 1), dtype=torch.int32, device=key.device)
     # The kernel reads neither a token to be appended nor what stands for the tensors of a cache.
     state = key, value, table, table, table
-    return Results(*_launch(found, Inputs(query, key, value), state, arrived, table, length - 1))
+    return Results(*_launch(found, Inputs(query, key, value), state, arrived, table, changing))
 
 
 def _elements_adjacent(token: Inputs) -> Inputs:
@@ -154,16 +160,17 @@ def _elements_adjacent(token: Inputs) -> Inputs:
 
 
 def _launch(
-    found: _TokenLaunch, token: Inputs, state: tuple[Tensor, ...], arrived: Tensor, table: Tensor, position: int = 0
+    found: _TokenLaunch, token: Inputs, state: tuple[Tensor, ...], arrived: Tensor, table: Tensor, changing: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for tokens (B, 1, heads, D). Results are (B, 1, H, D) and (B, H, 1).
 
-    ``state`` has the keys, values, positions, rolled back tokens and valid samples. A cache knows the ``position`` itself.
+    ``state`` has the keys, values, positions, rolled back tokens and valid samples. ``changing`` are the position, which a
+    cache knows itself, and the distances of samples in keys and values.
     """
     query, device = token.query, token.query.device
     batch, _, heads, head_dim = query.shape
     out = torch.empty((batch, 1, heads, head_dim), dtype=query.dtype, device=device)
     lse = torch.empty((batch, heads, 1), dtype=torch.float32, device=device)
     partial = torch.empty(found.partial_shape, dtype=torch.float32, device=device)
-    launch((found.launch,), (*token, *state, out, lse, partial, arrived, table), (position,))
+    launch((found.launch,), (*token, *state, out, lse, partial, arrived, table), changing)
     return out, lse

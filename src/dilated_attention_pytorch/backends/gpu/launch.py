@@ -25,7 +25,7 @@ def multiprocessors(device: torch.device) -> int:
 class KernelLaunch:
     """``kernel[(programs,)](*tensors, *changing, *tables, *numbers, **constants)``, in the order of parameters.
 
-    It serves any tensors, and any values of ``changing`` numbers, which the kernel must not be specialised on.
+    It serves any tensors, and any values of ``changing`` numbers of one type in the kernel.
     """
 
     kernel: Any
@@ -50,13 +50,15 @@ class KernelLaunch:
 def launch(launches: Iterable[KernelLaunch], tensors: tuple[Tensor, ...], changing: tuple[int, ...] = ()) -> None:
     """Launch kernels over the same tensors, one after the other.
 
-    Triton specialises on the type of a tensor and on whether it starts at a multiple of 16 bytes. Compiled kernels get
-    addresses: given a tensor, they would ask for its address and then ask the driver which device owns it.
+    Triton specialises on the type of a tensor, on whether it starts at a multiple of 16 bytes, and on whether a number is 1
+    or a multiple of 16. Compiled kernels get addresses: given a tensor, they would ask for its address and then ask the
+    driver which device owns it.
     """
     addresses = [x.data_ptr() for x in tensors]
     device = tensors[0].device
     stream = None if device.type != "cuda" else driver.active.get_current_stream(device.index)
-    kind = (device, *[address % 16 == 0 for address in addresses], *[x.dtype for x in tensors])
+    numbers = [x == 1 or 16 * (x % 16 == 0) for x in changing]
+    kind = (device, *[address % 16 == 0 for address in addresses], *[x.dtype for x in tensors], *numbers)
     for one in launches:
         found = one.compiled.get(kind)
         if found is None:

@@ -78,9 +78,10 @@ def decode_kernel(
     ARRIVED,  # (B * G + B,) int32, zeros before and after: programs that have ended by key head, key heads by sample
     TABLE,  # (5 + G, branches) int64
     position: tl.int64,  # of the token, unless CACHED
+    k_stride_b: tl.int64, v_stride_b: tl.int64,  # they grow with a sequence, so that a launch must serve all of them
     samples, branches, splits, partials, G, max_tokens,
     q_stride_b, q_stride_h, new_k_stride_b, new_k_stride_h, new_v_stride_b, new_v_stride_h,
-    k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h, scale_log2,
+    k_stride_n, k_stride_h, v_stride_n, v_stride_h, scale_log2,
     HEADS: tl.constexpr,  # query heads per key head
     ROWS: tl.constexpr,  # at least HEADS, and 16 for products of matrices
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
