@@ -29,7 +29,7 @@ nitpicky = True
 # Types of other packages, whose inventories would need a network, and types of parameters that users do not name.
 nitpick_ignore_regex = [
     ("py:class", r"(torch|transformers|collections|fractions|os|pathlib)\..*"),
-    ("py:class", r"ProcessGroup|DeviceMesh|BlockMask|Model|Other"),
+    ("py:class", r"Tensor|ProcessGroup|DeviceMesh|BlockMask|Model|Other"),
     ("py:class", r"dilated_attention_pytorch\..*\.(\w+Options|Model|BlockLists|Inputs|Rows|ForwardRows|DataFile|Decoding)"),
 ]
 

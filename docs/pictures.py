@@ -6,6 +6,7 @@ python docs/pictures.py
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib import rcParams
@@ -28,6 +29,7 @@ def cells(axes: Axes, colours: list[str], row: float) -> None:
 
 
 def finish(axes: Axes, tokens: int, rows: int, title: str) -> None:
+    """Limits and labels of an axis of positions."""
     axes.set(xlim=(-0.1, tokens + 0.1), ylim=(rows + 0.05, -0.15), title=title, xticks=[0.5, tokens - 0.5])
     axes.set_xticklabels([0, tokens - 1])
     axes.tick_params(length=0)
@@ -69,10 +71,12 @@ def traffic() -> Figure:
 def blocks() -> Figure:
     """The blocks that four rules choose, a quarter of all blocks."""
     block, tokens = 16, 512
-    rules = {
-        "local_window": {}, "global_local": {"global_tokens": 2 * block},
-        "dilated_sparse": {"segment_lengths": [128, 512], "dilation_rates": [1, 4]}, "hierarchical": {"local_window_size": 2 * block},
-    }  # fmt: skip
+    rules: dict[str, dict[str, Any]] = {
+        "local_window": {},
+        "global_local": {"global_tokens": 2 * block},
+        "dilated_sparse": {"segment_lengths": [128, 512], "dilation_rates": [1, 4]},
+        "hierarchical": {"local_window_size": 2 * block},
+    }
     query = torch.zeros(1, tokens, 1, 8)
     figure = Figure(figsize=(9, 2.7), layout="constrained")
     for axes, (name, options) in zip(figure.subplots(1, len(rules), sharey=True), rules.items(), strict=True):
@@ -86,6 +90,7 @@ def blocks() -> Figure:
 
 
 def main() -> None:
+    """Write each picture beside this file."""
     rcParams["svg.hashsalt"] = "pictures"  # the same bytes in every run
     for make in (segments, traffic, blocks):
         make().savefig(HERE / f"concepts_{make.__name__}.svg", metadata={"Date": None})

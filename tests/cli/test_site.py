@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
 import json
 import re
 import runpy
@@ -28,25 +28,18 @@ def documented() -> set[str]:
     return {name.rpartition(".")[2] for name in re.findall(r"^\.\. auto\w+:: ([\w.]+)$", text, re.MULTILINE)}
 
 
+def public_names(module: str) -> set[str]:
+    """``__all__`` of a package, read without importing it."""
+    path = ROOT / "src" / module.replace(".", "/") / "__init__.py"
+    assigned = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
+    (names,) = [node.value for node in assigned if ast.unparse(node.targets[0]) == "__all__"]
+    return set(ast.literal_eval(names))
+
+
 @pytest.mark.parametrize("module", PUBLIC)
 def test_the_reference_has_every_public_name(module):
-    if module.endswith("transformers"):
-        pytest.importorskip("transformers")
-    assert set(importlib.import_module(module).__all__) - documented() == set()
-
-
-def test_the_reference_names_what_exists():
-    """A directive names an attribute of its module."""
-    pytest.importorskip("transformers")
-    for page in sorted((DOCS / "api").glob("*.rst")):
-        module = ""
-        for current, name in re.findall(
-            r"^\.\. (?:currentmodule:: ([\w.]+)|auto\w+:: ([\w.]+))$", page.read_text(), re.MULTILINE
-        ):
-            module = current or module
-            if name:
-                where, _, attribute = name.rpartition(".")
-                assert hasattr(importlib.import_module(where or module), attribute), f"{page.name}: {name}"
+    """Sphinx fails the other way round: if a directive names something that does not exist."""
+    assert public_names(module) - documented() == set()
 
 
 def test_the_table_of_contents_has_every_page():
