@@ -6,9 +6,11 @@ The source folder is the root of the repository, so that a link between two page
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -29,7 +31,7 @@ nitpicky = True
 # Types of other packages, whose inventories would need a network, and types of parameters that users do not name.
 nitpick_ignore_regex = [
     ("py:class", r"(torch|transformers|collections|fractions|os|pathlib)\..*"),
-    ("py:class", r"Tensor|ProcessGroup|DeviceMesh|BlockMask|Model|Other"),
+    ("py:class", r"Tensor|Lengths|Pattern|ProcessGroup|DeviceMesh|BlockMask|Model|Other"),
     ("py:class", r"dilated_attention_pytorch\..*\.(\w+Options|Model|BlockLists|Inputs|Rows|ForwardRows|DataFile|Decoding)"),
 ]
 
@@ -38,17 +40,26 @@ myst_enable_extensions = ["colon_fence"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+python_maximum_signature_line_length = 90
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 html_theme = "furo"
 html_title = f"dilated-attention {version}"
+pygments_dark_style = "github-dark"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 
 
+def without_overloads(self: ModuleAnalyzer, analyze: Callable[[ModuleAnalyzer], None] = ModuleAnalyzer.analyze) -> None:
+    """Forget overloads, so that a signature is that of the implementation, with its options and their defaults."""
+    analyze(self)
+    self.overloads = {}
+
+
+ModuleAnalyzer.analyze = without_overloads
 HIDDEN_COLON = "\0"
 
 
