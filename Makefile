@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 # The oldest supported transformers and its own dependencies, in a folder that comes first on the path.
 OLDEST_TRANSFORMERS := $(VENV)/transformers-5.17.0
 
-.PHONY: help demo data quick test check format bench test-gpu test-hf test-machine-code clean
+.PHONY: help demo data quick test check format bench test-gpu test-hf test-machine-code docs dist clean
 help:
 	@echo "make demo      run dilated attention on a real text, next to dense attention"
 	@echo "make quick     run the tests for before a commit, in less than 3 minutes on 2 cores"
@@ -20,6 +20,8 @@ help:
 	@echo "make test-hf   run the tests of transformers with its oldest supported and its newest version"
 	@echo "make test-machine-code  compare the kernels' machine code with the numbers of the pinned Triton"
 	@echo "make data      fetch the genomes of benchmarks into data/, 29 MB of a download of 97 MB"
+	@echo "make docs      build the documentation into build/docs and check its links"
+	@echo "make dist      build the wheel and the source distribution into dist/ and check them"
 	@echo "make clean     delete the virtual environment"
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -61,6 +63,23 @@ bench: $(INSTALLED)
 
 data: $(INSTALLED)
 	$(BIN)/python benchmarks/fetch_data.py $(ARGS)
+
+$(VENV)/.docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html -c docs . build/docs
+	$(BIN)/python docs/check_site.py build/docs
+
+$(VENV)/.dist: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dist]'
+	@touch $@
+
+dist: $(VENV)/.dist
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests $(ARGS)
