@@ -323,7 +323,9 @@ def test_sliding_layers_warn_once(monkeypatch):
     for seed in range(3):
         run(model, tokens(1, 20, seed))
     assert len(messages) == 1
-    assert "sliding window" in messages[0]
+    assert "sdpa computes them, and other layers are dilated" in messages[0]
+    run(dilated(sliding_mistral()), tokens(1, 20))
+    assert "No layer of this model is dilated" in messages[1]
 
 
 # ---- static caches
@@ -336,7 +338,7 @@ def test_a_static_cache_in_eager_mode(make, side):
     model = dilated(make())
     x, mask, _ = padded("left", [30, 18])
     more = {} if side is None else {"attention_mask": mask}
-    options = {"max_new_tokens": 20, "do_sample": False, "disable_compile": True}
+    options = {"max_new_tokens": 12, "do_sample": False, "disable_compile": True}
     dynamic = model.generate(x, **more, **options)
     static = model.generate(x, cache_implementation="static", **more, **options)
     assert static.equal(dynamic)
