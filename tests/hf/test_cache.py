@@ -331,6 +331,11 @@ def test_a_model_without_dilated_layers():
     model = dilated(hf_models.mistral(sliding_window=4096))
     with pytest.raises(ValueError, match=r"no layer of this MistralConfig is dilated.*sliding_window to None"):
         DilatedCache(model.config)
+    model.config.sliding_window = None  # what the message says
+    x = tokens(1, 41)
+    cache, expected = DilatedCache(model.config), run(dilated(hf_models.mistral()), x)
+    assert_layers_close(run(model, x, past_key_values=cache)[:1], expected[:1])
+    assert cache.get_seq_length() == 41
 
 
 def test_hybrid_models_keep_their_sliding_layers():
