@@ -6,7 +6,8 @@ import json
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, BloomConfig, BloomForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
 
 import hf_models
 import oracle
@@ -142,6 +143,13 @@ def test_remove_restores_a_model(tmp_path):
     assert remove(dilated(model)).config.dilated_attention == {"segment_lengths": [4], "dilation_rates": [1]}
 
 
+def test_a_saved_entry_is_an_argument_of_apply():
+    entry = {"segment_lengths": [8, 16], "dilation_rates": [1, 2], "offsets": "blocked", "torchscale_padding": True}
+    model = apply(hf_models.llama(), **entry)
+    assert model.config.dilated_attention == entry
+    assert pattern_of(model.config) == Dilated([8, 16], [1, 2], "blocked", torchscale_padding=True)
+
+
 def test_a_model_inside_another_one_by_itself():
     model = hf_models.llama()
     apply(model.model, [8], [1])  # it shares the config with the model around it
@@ -153,12 +161,15 @@ def test_a_model_inside_another_one_by_itself():
 def test_another_name():
     register("longnet")
     try:
-        model, x = dilated(hf_models.llama()), tokens(1, 30)
-        expected = run(model, x)
+        model, x, mask = dilated(hf_models.llama()), tokens(2, 30), torch.ones(2, 30)
+        mask[0, :9] = 0  # without a mask function of the same name, attention would get no mask
+        expected = run(model, x, attention_mask=mask)
         model.set_attn_implementation("longnet")
-        assert_layers_close(run(model, x), expected, 0.0)
+        assert_layers_close(run(model, x, attention_mask=mask), expected, 0.0)
+        assert error(run(model, x), expected) > 0.1
     finally:
-        del AttentionInterface._global_mapping["longnet"]
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            del interface._global_mapping["longnet"]
     for name in ("sdpa", "eager"):
         with pytest.raises(ValueError, match="name of another attention implementation"):
             register(name)
@@ -192,6 +203,9 @@ def test_the_library_does_not_import_transformers(tmp_path):
 def test_apply_refuses_what_is_no_model_of_transformers():
     with pytest.raises(TypeError, match="PreTrainedModel of transformers, got Linear"):
         apply(torch.nn.Linear(2, 2), [8], [1])
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1))
+    with pytest.raises(ValueError, match=r"BloomForCausalLM does not call its attention through.*AttentionInterface"):
+        apply(bloom, [8], [1])
     with pytest.raises(ValueError, match="same number of entries"):
         apply(hf_models.llama(), [8], [1, 2])
 

@@ -90,6 +90,18 @@ def test_masks_on_a_device_are_not_read(monkeypatch):
             assert_layers_close([y[b : b + 1, r] for y in found], run(model, x[b : b + 1, r]), 1e-10)
 
 
+def test_holes_in_a_mask_on_a_device(monkeypatch):
+    """They cannot be refused without reading the mask. Masked rows are left out."""
+    monkeypatch.setattr(ForwardRows, "stays_on_device", property(lambda self: self.mask is not None and self.queries <= 8))
+    model, x = gpt2(), tokens(1, 8)
+    mask = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1]])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = run(model, x, attention_mask=mask, position_ids=positions, past_key_values=DilatedCache(model.config))
+    valid = mask[0].bool()
+    assert_layers_close([y[:, valid] for y in found], run(model, x[:, valid]), 1e-10)
+    assert all(not y[:, ~valid].any() for y in found)
+
+
 class NoReads(torch.overrides.TorchFunctionMode):
     """Raise for whatever would wait for a device."""
 
@@ -313,6 +325,17 @@ def test_layers_by_their_type():
     found = in_chunks(model, x, [20, 10], cache)
     assert_layers_close(found, in_chunks(model, x, [20, 10], DilatedCache(model.config)), 0.0)
     assert cache.layers[0].kv.pattern == PATTERN
+
+
+def test_a_model_without_dilated_layers():
+    model = dilated(hf_models.mistral(sliding_window=4096))
+    with pytest.raises(ValueError, match=r"no layer of this MistralConfig is dilated.*sliding_window to None"):
+        DilatedCache(model.config)
+    model.config.sliding_window = None  # what the message says
+    x = tokens(1, 41)
+    cache, expected = DilatedCache(model.config), run(dilated(hf_models.mistral()), x)
+    assert_layers_close(run(model, x, past_key_values=cache)[:1], expected[:1])
+    assert cache.get_seq_length() == 41
 
 
 def test_hybrid_models_keep_their_sliding_layers():

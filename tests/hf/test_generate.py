@@ -11,7 +11,7 @@ from dilated_attention_pytorch import DilatedKVCache
 from dilated_attention_pytorch.integrations.transformers import DilatedCache, apply
 from hf_models import PATTERN, dilated, tokens
 
-NEW = 24
+NEW = 16
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
@@ -28,6 +28,11 @@ def by_hand(model, x, new=NEW):
     return x
 
 
+@pytest.fixture(scope="module")
+def expected(model):
+    return by_hand(model, tokens(1, 13))
+
+
 def padded(lengths):
     n = max(lengths)
     x, mask = tokens(len(lengths), n), torch.zeros(len(lengths), n, dtype=torch.int64)
@@ -36,9 +41,8 @@ def padded(lengths):
     return x * mask, mask
 
 
-def test_greedy(model):
+def test_greedy(model, expected):
     x = tokens(1, 13)
-    expected = by_hand(model, x)
     assert model.generate(x, use_cache=False, **GREEDY).equal(expected)
     assert model.generate(x, **GREEDY).equal(expected)
     cache = DilatedCache(model.config)
@@ -128,10 +132,9 @@ def test_prompt_lookup(model, n, monkeypatch):
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_assisted_decoding(model, same):
+def test_assisted_decoding(model, expected, same):
     """The assistant proposes tokens one by one. It has a cache of its own."""
     x, assistant = tokens(1, 13), dilated(hf_models.llama(num_hidden_layers=1)) if not same else model
-    expected = by_hand(model, x)
     assistant.generation_config = GenerationConfig(num_assistant_tokens=6, num_assistant_tokens_schedule="constant")
     found = model.generate(x, past_key_values=DilatedCache(model.config), assistant_model=assistant, **GREEDY)
     assert found.equal(expected)
@@ -148,9 +151,9 @@ def test_long_generation_in_bounded_memory():
     model = dilated(hf_models.llama(num_hidden_layers=1, max_position_embeddings=1024))
     cache, sizes = DilatedCache(model.config), set()
     x = tokens(1, 10)
-    expected = model.generate(x, max_new_tokens=150, do_sample=False)
+    expected = model.generate(x, max_new_tokens=90, do_sample=False)
     hook = model.register_forward_hook(lambda *_: sizes.add(cache.nbytes))
-    found = model.generate(x, past_key_values=cache, max_new_tokens=150, do_sample=False)
+    found = model.generate(x, past_key_values=cache, max_new_tokens=90, do_sample=False)
     hook.remove()
     assert found.equal(expected)
     assert len(sizes) == 1

@@ -20,7 +20,19 @@ from transformers.utils import logging
 import hf_models
 from dilated_attention_pytorch.integrations.transformers import apply
 from dilated_attention_pytorch.integrations.transformers.rows import ForwardRows, dilated_mask
-from hf_models import FULL, VOCABULARY, assert_layers_close, dilated, error, run, tokens
+from hf_models import (
+    FULL,
+    PACKED,
+    VOCABULARY,
+    assert_layers_close,
+    dilated,
+    documents,
+    error,
+    padded,
+    positions_of,
+    run,
+    tokens,
+)
 
 LENGTHS = [41, 17, 1, 30]
 MODELS = {name: hf_models.DECODERS[name] for name in ("llama", "qwen3", "gpt2")} | {"bert": hf_models.bert}
@@ -29,20 +41,6 @@ MODELS = {name: hf_models.DECODERS[name] for name in ("llama", "qwen3", "gpt2")}
 def neox():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     return hf_models._ready(GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=VOCABULARY, **sizes)))
-
-
-def padded(side, lengths=LENGTHS, n=None):
-    """Tokens, the mask, and the rows of each sample."""
-    n = max(lengths) if n is None else n
-    x, mask = tokens(len(lengths), n), torch.zeros(len(lengths), n, dtype=torch.int64)
-    rows = [slice(n - m, n) if side == "left" else slice(0, m) for m in lengths]
-    for b, r in enumerate(rows):
-        mask[b, r] = 1
-    return x, mask, rows
-
-
-def positions_of(mask):
-    return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def assert_samples(found, model, x, rows, tolerance=1e-11):
@@ -59,7 +57,7 @@ def assert_samples(found, model, x, rows, tolerance=1e-11):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(name, side):
     model = dilated(MODELS[name]())
-    x, mask, rows = padded(side)
+    x, mask, rows = padded(side, LENGTHS)
     # BERT numbers all rows from 0, and GPT-2 without position_ids too.
     more = {"position_ids": positions_of(mask)}
     found = run(model, x, attention_mask=mask, **more)
@@ -71,7 +69,7 @@ def test_padding(name, side):
 def test_left_padding_without_position_ids():
     """Rotary positions are relative, and the pattern counts from the first valid row."""
     model = dilated(hf_models.llama())
-    x, mask, rows = padded("left")
+    x, mask, rows = padded("left", LENGTHS)
     assert_samples(run(model, x, attention_mask=mask), model, x, rows, 1e-5)  # rotary angles are float32
 
 
@@ -97,16 +95,9 @@ def test_a_mask_of_ones_is_no_mask(side):
     assert_layers_close(run(model, x, attention_mask=torch.ones(2, 41)), run(model, x), 0.0)
 
 
-def documents(lengths):
-    return torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
-
-
 def slices(lengths):
     stops = torch.tensor(lengths).cumsum(0).tolist()
     return [slice(stop - n, stop) for stop, n in zip(stops, lengths, strict=True)]
-
-
-PACKED = [9, 1, 20, 11]
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -203,7 +194,7 @@ def reads(model, x, **more):
 @pytest.mark.parametrize("kind", ["none", "padding", "positions", "cu_seq_lens"])
 def test_values_are_read_once_per_forward(kind):
     """The number of reads does not depend on the number of layers."""
-    x, mask, _ = padded("left")
+    x, mask, _ = padded("left", LENGTHS)
     bounds = torch.tensor([0, 20, 41])
     more = {
         "none": {},
@@ -323,7 +314,9 @@ def test_sliding_layers_warn_once(monkeypatch):
     for seed in range(3):
         run(model, tokens(1, 20, seed))
     assert len(messages) == 1
-    assert "sliding window" in messages[0]
+    assert "sdpa computes them, and other layers are dilated" in messages[0]
+    run(dilated(sliding_mistral()), tokens(1, 20))
+    assert "No layer of this model is dilated" in messages[1]
 
 
 # ---- static caches
@@ -336,7 +329,7 @@ def test_a_static_cache_in_eager_mode(make, side):
     model = dilated(make())
     x, mask, _ = padded("left", [30, 18])
     more = {} if side is None else {"attention_mask": mask}
-    options = {"max_new_tokens": 20, "do_sample": False, "disable_compile": True}
+    options = {"max_new_tokens": 12, "do_sample": False, "disable_compile": True}
     dynamic = model.generate(x, **more, **options)
     static = model.generate(x, cache_implementation="static", **more, **options)
     assert static.equal(dynamic)
@@ -347,58 +340,6 @@ def test_a_static_cache_in_eager_mode(make, side):
     chunks = [run(model, y, past_key_values=cache) for y in (x[:, :20], x[:, 20:21], x[:, 21:])]
     joined = [torch.cat([c[i] for c in chunks], 1) for i in range(len(chunks[0]))]
     assert_layers_close(joined, run(model, x, use_cache=False), 1e-5)
-
-
-# ---- compiled models
-
-
-def compiled(model, backend="eager"):
-    return torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
-
-
-def logits(model, *args, **more):
-    with torch.no_grad():
-        return model(*args, use_cache=False, **more).logits
-
-
-@pytest.fixture(autouse=True)
-def _reset_compiler():
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.hf
-def test_compiled_without_a_mask():
-    model = dilated(hf_models.gpt2(n_layer=1))
-    fast = compiled(model, "aot_eager")
-    for n in (41, 30):
-        x = tokens(2, n)
-        assert_layers_close([logits(fast, x)], [logits(model, x)])
-
-
-@pytest.mark.hf
-def test_compiled_with_padding():
-    model = dilated(hf_models.llama())
-    fast = compiled(model)
-    for side, lengths in (("left", [41, 17]), ("right", [30, 22])):
-        x, mask, rows = padded(side, lengths)
-        more = {"attention_mask": mask, "position_ids": positions_of(mask)}
-        found, expected = logits(fast, x, **more), logits(model, x, **more)
-        for b, r in enumerate(rows):
-            torch.testing.assert_close(found[b, r], expected[b, r], rtol=1e-5, atol=1e-5)
-    mask[0, 3] = 0
-    with pytest.raises(ValueError, match="sample 0 has 1 masked rows between rows 0 and 29"):
-        logits(fast, x, **more)
-
-
-@pytest.mark.hf
-def test_compiled_documents_need_cu_seq_lens():
-    model, x = dilated(hf_models.gpt2(n_layer=1)), tokens(1, 41)
-    fast, positions, bounds = compiled(model), documents(PACKED), torch.tensor([0, 9, 10, 30, 41])
-    with pytest.raises(ValueError, match=r"cannot find packed documents in position_ids.* cu_seq_lens_q"):
-        logits(fast, x, position_ids=positions)
-    more = {"position_ids": positions, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    assert_layers_close([logits(fast, x, **more)], [logits(model, x, **more)])
 
 
 def test_rows_without_values_are_not_read():

@@ -86,8 +86,14 @@ def gradients(model, **inputs):
     return loss.detach(), {name: x.grad.clone() for name, x in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-@pytest.mark.parametrize("cls", [LongNetForCausalLM, LongNetForMaskedLM])
+@pytest.mark.parametrize(
+    ("cls", "kwargs"),
+    [
+        (LongNetForCausalLM, None),
+        (LongNetForCausalLM, {"use_reentrant": True}),
+        (LongNetForMaskedLM, {"use_reentrant": False}),
+    ],
+)
 def test_checkpointing_gives_the_same_gradients(cls, kwargs):
     changes = {"dropout": 0.1, "attention_dropout": 0.2, "drop_path": 0.3}
     plain = decoder(**changes) if cls is LongNetForCausalLM else encoder(**changes)

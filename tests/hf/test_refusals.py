@@ -17,6 +17,8 @@ from transformers import (
     GPT2Model,
     GptOssConfig,
     GptOssForCausalLM,
+    MusicgenDecoderConfig,
+    MusicgenForCausalLM,
     StaticCache,
     T5Config,
     T5EncoderModel,
@@ -115,15 +117,21 @@ def test_cross_attention():
     bert = dilated(BertModel(BertConfig(**hf_models._sizes(is_decoder=True, add_cross_attention=True))).eval())
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, add_cross_attention=True)
     gpt2 = dilated(GPT2Model(config).eval())
+    # Its config does not say that it has cross-attention. Its layers say that they are of a decoder.
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_codebooks": 1}
+    config = MusicgenDecoderConfig(**sizes, num_attention_heads=4, ffn_dim=48)
+    musicgen = dilated(MusicgenForCausalLM(config).eval())
     for name, model, more in (
         ("BartAttention", bart, {"decoder_input_ids": x}),
         ("BertCrossAttention", bert, {"encoder_hidden_states": states}),
         ("GPT2Attention", gpt2, {"encoder_hidden_states": states}),
+        ("MusicgenAttention", musicgen, {"encoder_hidden_states": states}),
     ):
         with pytest.raises(ValueError, match=f"self-attention, and {name} is cross-attention.*{WAY_OUT}"):
             model(x, **more)
     # Without another sequence the same models are computed.
     assert gpt2(x).last_hidden_state.isfinite().all()
+    assert musicgen(x).logits.isfinite().all()
     assert bert(x).last_hidden_state.isfinite().all()
     assert bart.encoder(x).last_hidden_state.isfinite().all()
 

@@ -32,6 +32,7 @@ SEGMENTS, RATES = [8, 16, 64], [1, 2, 4]
 PATTERN = Dilated(SEGMENTS, RATES)
 FULL = [4096], [1]
 VOCABULARY = 64
+PACKED = [9, 1, 20, 11]  # lengths of packed documents
 
 
 def _sizes(**more):
@@ -94,6 +95,26 @@ def dilated(model: PreTrainedModel, **options) -> PreTrainedModel:
 
 def tokens(batch: int, n: int, seed: int = 0) -> Tensor:
     return torch.randint(2, VOCABULARY, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(side: str, lengths: list[int]) -> tuple[Tensor, Tensor, list[slice]]:
+    """Tokens, the mask, and the rows of each sample."""
+    n = max(lengths)
+    x, mask = tokens(len(lengths), n), torch.zeros(len(lengths), n, dtype=torch.int64)
+    rows = [slice(n - m, n) if side == "left" else slice(0, m) for m in lengths]
+    for b, r in enumerate(rows):
+        mask[b, r] = 1
+    return x, mask, rows
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Positions that count from the first row of each sample."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def documents(lengths: list[int]) -> Tensor:
+    """Positions of packed documents, (1, N)."""
+    return torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
 
 
 def projections(model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -134,10 +134,10 @@ def _rows_of(query: Tensor, key: Tensor, mask: ForwardRows | Tensor | None, caus
 def _check_self_attention(module: nn.Module, rows: ForwardRows, causal: bool, sliding_window: int | None) -> None:
     """Raise for cross-attention, and where the mask does not fit the layer."""
     config, name = getattr(module, "config", None), type(module).__name__
-    is_decoder = getattr(module, "is_decoder", None)
     both = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+    decodes = getattr(module, "is_decoder", both)  # self-attention of a decoder is causal
     crosses = getattr(module, "is_cross_attention", False) or "CrossAttention" in name
-    if crosses or (not causal and (rows.past or (both and is_decoder is not False))):
+    if crosses or (not causal and (rows.past or decodes)):
         raise ValueError(
             f"dilated attention is self-attention, and {name} is cross-attention: its keys are of another sequence, so "
             f"positions do not meet in segments; {_WAY_OUT}"

@@ -272,6 +272,11 @@ class DilatedCache(Cache):
             else layer
             for layer in DynamicCache(config=config).layers
         ]
+        if layers and not any(isinstance(layer, DilatedCacheLayer) for layer in layers):
+            raise ValueError(
+                f"no layer of this {type(config).__name__} is dilated: all of them have a sliding window or chunks. Set "
+                "config.sliding_window to None before apply, or leave the cache out"
+            )
         super().__init__(layers=layers)
 
     @property

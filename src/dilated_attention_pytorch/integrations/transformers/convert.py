@@ -66,6 +66,7 @@ def apply(
     dilation_rates: Sequence[int],
     *,
     offsets: str | Sequence[int] = "interleaved",
+    torchscale_padding: bool = False,
     group: ProcessGroup | DeviceMesh | Sharding | None = None,
 ) -> Model:
     """Turn a transformers model into one with dilated attention, and return it. Parameters do not change.
@@ -76,7 +77,7 @@ def apply(
     Args:
         model: a ``PreTrainedModel`` whose attention is called through transformers' ``AttentionInterface``: Llama, Qwen3,
             Mistral, GPT-2, BERT, ViT and most others.
-        segment_lengths, dilation_rates, offsets: the pattern, as in ``Dilated``.
+        segment_lengths, dilation_rates, offsets, torchscale_padding: the pattern, as in ``Dilated``.
         group: the ranks over which sequences are sharded: a process group, a device mesh of one dimension or with a
             dimension named ``"cp"``, or a ``Sharding``. All ranks of the group are given the same batch of whole
             sequences. Each one computes its rows, and outputs are its rows. ``sharding.ShardHook`` describes it.
@@ -101,7 +102,7 @@ def apply(
             f"{type(model).__name__} does not call its attention through transformers' AttentionInterface, so it cannot be "
             "changed from outside; use a model that does"
         )
-    entry = entry_of(Dilated(segment_lengths, dilation_rates, offsets))
+    entry = entry_of(Dilated(segment_lengths, dilation_rates, offsets, torchscale_padding))
     hook = None
     if group is not None:
         from dilated_attention_pytorch.integrations.transformers.sharding import ShardHook  # imports torch.distributed

@@ -28,6 +28,14 @@ from dilated_attention_pytorch.lengths import Lengths
 
 logger = logging.get_logger(__name__)
 
+_LOCAL_LAYERS = (
+    "Layers with a sliding window or with chunks keep their own mask: sdpa computes them, and other layers are dilated."
+)
+_ONLY_LOCAL_LAYERS = (
+    "No layer of this model is dilated: all of them have a sliding window or chunks, and sdpa computes them. For dilated "
+    "attention set config.sliding_window to None."
+)
+
 
 class Chunk(NamedTuple):
     """The rows of a forward that a cache appends: for each sample the number, and the order with padding behind."""
@@ -200,10 +208,7 @@ def dilated_mask(
         return attention_mask
     is_traced = isinstance(q_offset, Tensor) and torch.compiler.is_compiling()  # its value is not known
     if options.get("local_size") is not None:
-        logger.warning_once(
-            "Layers with a sliding window or with chunks keep their own mask: sdpa computes them, and other layers "
-            "are dilated."
-        )
+        logger.warning_once(_LOCAL_LAYERS if _has_other_layers(options.get("config")) else _ONLY_LOCAL_LAYERS)
         mask = sdpa_mask(
             batch_size, q_length, kv_length, cast(int, q_offset), kv_offset, mask_function=mask_function,
             attention_mask=attention_mask, **options,
@@ -237,6 +242,11 @@ def dilated_mask(
     return ForwardRows(batch_size, q_length, total, kv_length, is_causal, mask, breaks)
 
 
+def _has_other_layers(config: Any) -> bool:
+    """Whether a model with a sliding window or chunks has layers without them. Mistral's config does not list layers."""
+    return "full_attention" in (getattr(config, "layer_types", None) or ())
+
+
 def _breaks_by(mask_function: Callable[..., Any], batch: int, n: int, device: torch.device | None) -> Breaks:
     """Where documents begin by a mask function: rows that do not see the row before them.
 
@@ -265,13 +275,18 @@ def _host_chunk(rows: ForwardRows, device: torch.device) -> Chunk | None:
 
 
 def _device_chunk(rows: ForwardRows, device: torch.device) -> Chunk:
-    """The chunk of a cache by tensors, without a device synchronisation."""
+    """The chunk of a cache by tensors, without a device synchronisation.
+
+    Masked rows are left out, wherever they are: a hole cannot be refused without reading the mask.
+    """
     assert rows.mask is not None
     valid = rows.mask[:, rows.past :].to(device, non_blocking=True)
     counts, n = valid.sum(1), rows.queries
     if n <= 1:
         return Chunk(counts, None, None)
-    return Chunk(counts, *_rolled(torch.where(valid, torch.arange(n, device=device), n).amin(1), n))
+    row = torch.arange(n, device=device)
+    source = torch.where(valid, row, row + n).argsort(1)  # valid rows first, in their order
+    return Chunk(counts, source, source.argsort(1))
 
 
 def _rolled(firsts: Tensor, n: int) -> tuple[Tensor, Tensor]:
