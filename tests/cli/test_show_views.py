@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import block_oracle
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.cli.app import app
-from dilated_attention_pytorch.workbench.views import RingView, Sizes
+from dilated_attention_pytorch.workbench.views import RingView, RingSizes
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,8 +105,8 @@ def test_ranks_compute_every_pair_once(layout, causal):
 
 def test_a_timeline_can_show_uneven_work():
     branches = Dilated([64], [1])
-    even = RingView.of(branches, Sizes(64, 1, 1, 8), 4, layout="zigzag", is_causal=True)
-    uneven = RingView.of(branches, Sizes(64, 1, 1, 8), 4, is_causal=True)
+    even = RingView.of(branches, RingSizes(64, 1, 1, 8), 4, layout="zigzag", is_causal=True)
+    uneven = RingView.of(branches, RingSizes(64, 1, 1, 8), 4, is_causal=True)
     assert even.balance() == 1.0
     # Rank p of 16 rows has 16 * 17 / 2 + 256 p pairs: the mean is 520, and the last rank has 904.
     assert uneven.balance() == pytest.approx(520 / 904)

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.cli.outputs import Outputs, end, parse_count, par
 from dilated_attention_pytorch.cli.show_options import BlocksOptions, PatternOptions, RingOptions
 from dilated_attention_pytorch.patterns.blocks import SparsePatternConfig
 from dilated_attention_pytorch.patterns.dilated import OFFSET_RULES, Dilated
-from dilated_attention_pytorch.workbench.views import BlocksView, PatternView, RingStep, RingView, Sizes
+from dilated_attention_pytorch.workbench.views import BlocksView, PatternView, RingStep, RingView, RingSizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,7 +91,7 @@ def show_ring(options: RingOptions) -> None:
     with reported():
         outputs.check()
         key_heads = options.heads if options.key_heads is None else options.key_heads
-        sizes = Sizes(parse_count("--tokens", options.tokens), options.heads, key_heads, options.head_dim)
+        sizes = RingSizes(parse_count("--tokens", options.tokens), options.heads, key_heads, options.head_dim)
         view = RingView.of(
             _dilated(options), sizes, options.ranks, layout=options.layout, is_causal=options.causal,
             bucket_size=options.bucket_size,

@@ -126,7 +126,7 @@ class BlocksView:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class RingSizes:
     """The sizes of a call that decide what ranks compute and send."""
 
     tokens: int
@@ -158,7 +158,7 @@ class RingStep:
 class RingView:
     """The steps of a forward over a ring of ranks. Step 0 computes a rank's own rows, and messages follow.
 
-    >>> view = RingView.of(Dilated([4, 16], [1, 4]), Sizes(16, 4, 4, head_dim=8), ranks=2)
+    >>> view = RingView.of(Dilated([4, 16], [1, 4]), RingSizes(16, 4, 4, head_dim=8), ranks=2)
     >>> [step.pairs for step in view.ranks[0]], view.ranks[0][1].source, view.ranks[0][1].received_bytes
     ([144, 16], 1, 256)
     """
@@ -170,7 +170,7 @@ class RingView:
 
     @staticmethod
     def of(
-        pattern: Dilated, sizes: Sizes, ranks: int, *, layout: str = "contiguous", is_causal: bool = False,
+        pattern: Dilated, sizes: RingSizes, ranks: int, *, layout: str = "contiguous", is_causal: bool = False,
         bucket_size: int | None = None,
     ) -> RingView:  # fmt: skip
         """The steps of all ranks, from the plans that the ranks themselves execute."""
@@ -203,7 +203,7 @@ class RingView:
         return sum(totals) / len(totals) / max(totals) if max(totals) else 1.0
 
 
-def _step(sent: Message | None, received: Message | None, sizes: Sizes, problem: Problem) -> RingStep:
+def _step(sent: Message | None, received: Message | None, sizes: RingSizes, problem: Problem) -> RingStep:
     number = sent or received
     found = [section for section in (received.sections if received else ()) if isinstance(section, DilatedSection)]
     return RingStep(
@@ -216,7 +216,7 @@ def _step(sent: Message | None, received: Message | None, sizes: Sizes, problem:
     )
 
 
-def _bytes(message: Message | None, sizes: Sizes) -> int:
+def _bytes(message: Message | None, sizes: RingSizes) -> int:
     return 0 if message is None else message.numel(sizes.head_dim) * sizes.element_bytes
 
 
