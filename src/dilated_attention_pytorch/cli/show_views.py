@@ -15,7 +15,7 @@ from dilated_attention_pytorch.cli.outputs import Outputs, end, parse_count, par
 from dilated_attention_pytorch.cli.show_options import BlocksOptions, PatternOptions, RingOptions
 from dilated_attention_pytorch.patterns.blocks import SparsePatternConfig
 from dilated_attention_pytorch.patterns.dilated import OFFSET_RULES, Dilated
-from dilated_attention_pytorch.workbench.views import BlocksView, PatternView, RingStep, RingView, RingSizes
+from dilated_attention_pytorch.workbench.views import BlocksView, PatternView, RingSizes, RingStep, RingView
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
