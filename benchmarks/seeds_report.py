@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-import dilated_attention_pytorch
 from seeds import probes_exact, probes_memory, probes_use
 from seeds.conditions import CONDITIONS
 from seeds.measure import Ranks
 from seeds.page import outcomes, page
 from seeds.tables import TABLES, measure
+
+import dilated_attention_pytorch
 
 RESULTS = Path(__file__).parent / "results" / "seeds.json"
 PROBES = {probe.__name__: probe for module in (probes_exact, probes_memory, probes_use) for probe in module.PROBES}

@@ -39,10 +39,10 @@ REPORTS = (
         claim baseline_exact "Single GPU: 16K sequence length, working correctly"
         claim one_device "All implementations work correctly on single GPU"
         claim hilbert_speed "Hilbert ordering provides modest improvements", of speed
-        claim hilbert_compact the same, of how compact segments are
+        claim hilbert_compact "Hilbert ordering provides modest improvements", of how compact segments are
         problem ring_module SimpleTriton "falls back to single GPU": not a true ring implementation
         problem indices "Index out of bounds: dilated indices exceed segment boundaries in multi-GPU context"
-        problem indices the same error with the Triton kernel, inherited from the PyTorch backend
+        problem indices "Same index out of bounds error" with the Triton kernel: inherited
         claim nccl "NCCL initialization works correctly"
         claim two_ranks_exact "Basic tensor operations work" across devices
         claim positions_of_ranks "KV buffers can be exchanged between GPUs"
@@ -57,7 +57,7 @@ REPORTS = (
         fix odd_lengths "Test edge cases: odd sequence lengths"
         fix prime_ranks "Test edge cases: prime number of GPUs"
         fix small_overhead "Benchmark actual ring communication overhead", small sequences
-        fix work_of_ranks the same, long sequences
+        fix work_of_ranks "Benchmark actual ring communication overhead", long sequences
         recommended indices "Fix the indexing issue"
         recommended bounds "Add proper bounds checking for dilated patterns"
         recommended minimal_example "Implement a minimal working multi-GPU example"
@@ -84,7 +84,7 @@ REPORTS = (
         fix many_calls "Synchronized communication": failing or timing out
         recommended scheme_of_the_report the loop of ProperRingAttention, whose sum must be weighted by the lse
         recommended not_divisible "The requirement seq_len % (ring_size x max_segment) == 0 is unnecessary"
-        recommended odd_lengths the same: any length
+        recommended odd_lengths "Remove artificial constraints": any length
         recommended components "Track memory usage": Q, K/V, communication buffers, temporary results
         recommended one_process "Create a single-GPU simulation by processing K/V chunks sequentially"
         limitation by_ranks "Do NOT achieve O(n/ring_size) memory scaling"
@@ -100,7 +100,7 @@ REPORTS = (
         claim many_calls "All ranks stay synchronized through ring iterations"
         limitation reached "Sequences > 2K tokens may timeout or OOM"
         limitation irregular_calls "Some configurations produce NaN"
-        limitation extreme_values the same, "likely numerical instability"
+        limitation extreme_values NaN from "likely numerical instability"
         limitation small_overhead "Ring communication overhead can be significant"
         claim components "Half of K,V (256 tokens each)" with 512 tokens on 2 GPUs
         claim by_ranks "Memory usage ~O(n/2) per GPU"
@@ -110,16 +110,17 @@ REPORTS = (
         recommended all_exact "Monitor for numerical stability issues"
         recommended float32_is_better "Consider using float32 for better stability"
         recommended work_of_ranks "Profile communication overhead vs memory savings": overhead
-        recommended ring_memory the same: savings
+        recommended ring_memory "Profile communication overhead vs memory savings": savings
         recommended extreme_values "Debug NaN issues in certain configurations"
         recommended ring_speed "Optimize ring communication for better performance"
         recommended mistakes_of_a_rank "Add better error handling for edge cases"
         recommended overlapped "Implement overlapped computation/communication"
     """)),
-    Report("003_f351c47f35f6c2cf.txt", "Multi-GPU Capabilities Report", "July 7, 2025", ("data_parallel", "blocks"), _claims("""
+    Report("003_f351c47f35f6c2cf.txt", "Multi-GPU Capabilities Report", "July 7, 2025",
+           ("data_parallel", "blocks"), _claims("""
         claim data_parallel_equal "DataParallel works correctly and outputs match single-GPU results", without GPUs
-        claim data_parallel_scatter the same, over two GPUs
-        claim distributed_data_parallel the same, by DistributedDataParallel over 2 ranks
+        claim data_parallel_scatter "DataParallel works correctly", over two GPUs
+        claim distributed_data_parallel "DataParallel works correctly", as DistributedDataParallel over 2 ranks
         claim sequence_of_one "Benefits appear at larger sequence lengths": 1.29 x at 16,384 tokens, batch of 1
         problem batches "Communication overhead dominates for smaller sequences"
         problem equal_memory "Memory is distributed: GPU0 uses ~96MB, GPU1 uses ~8MB"
@@ -155,7 +156,7 @@ REPORTS = (
     Report("004_44f2437c03de4e52.txt", "Multi-GPU Scaling Analysis - Hilbert Ring Attention", "July 4, 2025",
            ("longest", "two_devices", "far", "hilbert"), _claims("""
         claim longest_exact 237,568, 204,800 and 212,992 tokens on one GPU in fp32
-        claim longest_by_memory the same lengths in the memory of a GTX 1080
+        claim longest_by_memory 237,568 tokens in the memory of a GTX 1080
         claim dilation_longest "Dilation provides massive speedups"
         claim dilation_above_work "Up to 5.8x with dilation=2"
         claim segments_longest [4096,8192] "4.8x speedup", [4096,8192,16384] "5.4x speedup"
@@ -163,10 +164,10 @@ REPORTS = (
         problem dense_memory memory per GPU grows 13 x from 8K to 32K tokens
         problem small_overhead "Communication overhead is significant at small sequences"
         problem dilation_on_ranks "Dilation performance degrades in distributed setting"
-        problem dilation_everywhere the same, against one device
+        problem dilation_everywhere "Dilation performance degrades in distributed setting", against one device
         problem dense_memory_two_over_one "Memory per GPU increases due to communication buffers"
         expected one_segment_of_475136 2 GPUs: 475K tokens in the memory of 237K on one, one segment
-        expected far_memory the same, measured
+        expected far_memory 2 GPUs: 475K tokens in the memory of 237K on one, measured
         problem reached "Actual: ~64K tokens on 2 GPUs, limited by communication overhead and memory fragmentation"
         problem two_over_one_dense "Ring attention requires continuous P2P communication": 2 ranks against one device
         problem dilation_sends_less "Dilation patterns create irregular access that hurts distributed performance"
@@ -174,7 +175,7 @@ REPORTS = (
         recommended ring_speed "Single GPU is more efficient for sequences < 250K tokens": no longer
         recommended half_precision "Use fp16 if possible"
         recommended dilation_on_ranks "Prefer simple dilation patterns (single rate) for distributed"
-        recommended ring_speed the same: patterns of several rates are no slower than one device
+        recommended ring_speed "Prefer simple dilation patterns": patterns of several rates are no slower on ranks
         recommended batch_or_sequence "Batch multiple sequences on single GPU vs distributing"
         recommended newer_gpus "Upgrade to Ampere+ GPUs: native fp16/bf16, Flash Attention 3"
         recommended checkpointing "Implement gradient checkpointing"

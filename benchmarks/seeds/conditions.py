@@ -35,7 +35,7 @@ def _exact(tables: Tables, names: tuple[str, ...], place: str | None = None) -> 
         x["error"] if x["finite"] else math.inf
         for name in names for row in tables[name] for key, x in row["places"].items() if place in (None, key)
     ]  # fmt: skip
-    return of_error(max(found, default=math.inf), f"{len(found)} configurations", LIMIT)
+    return of_error(max(found, default=math.inf), f"{len(found)} configuration(s)", LIMIT)
 
 
 def all_exact(tables: Tables) -> Outcome:
@@ -60,9 +60,8 @@ def bucketed_exact(tables: Tables) -> Outcome:
 
 def ring_memory(tables: Tables) -> Outcome:
     """memory per rank with 2 ranks over that of one device (the report: 1.21 and 1.37)"""
-    return together(*(
-        of_ratio(_memory(row, "two ranks") / _memory(row, "one"), f"{row['name']} tokens:", most=0.65) for row in tables["ring"]
-    ))  # fmt: skip
+    found = [(row["name"], _memory(row, "two ranks") / _memory(row, "one")) for row in tables["ring"]]
+    return together(*(of_ratio(x, f"{n} tokens:", most=0.65) for n, x in found))
 
 
 def dense_memory(tables: Tables) -> Outcome:
@@ -116,7 +115,7 @@ def batch_efficiency(tables: Tables) -> Outcome:
 
 
 def sequence_of_one(tables: Tables) -> Outcome:
-    """one sample of 16,384 tokens, which data parallelism cannot divide: one device over 2 ranks with half of its rows each"""
+    """one sample of 16,384 tokens, which data parallelism cannot divide: one device over 2 ranks with half the rows each"""
     return of_ratio(speedup(tables, "data_parallel", ("16,384", "one"), ("16,384", "two ranks")), "speed-up", least=1.29)
 
 
@@ -216,8 +215,9 @@ def hilbert_ranks(tables: Tables) -> Outcome:
 
 
 CONDITIONS = (
-    all_exact, baseline_exact, two_ranks_exact, bucketed_exact, ring_memory, dense_memory, dense_memory_two_over_one, ring_speed,
-    efficiency, work_of_ranks, small_overhead, batches, batch_efficiency, sequence_of_one, batch_or_sequence, dilation_longest,
-    dilation_above_work, segments_longest, dilation_on_ranks, dilation_everywhere, two_over_one_dense, reached, far_memory,
-    longest_exact, allocated, blocks_exact, hilbert_speed, hilbert_ranks,
+    all_exact, baseline_exact, two_ranks_exact, bucketed_exact, ring_memory, dense_memory, dense_memory_two_over_one,
+    ring_speed, efficiency, work_of_ranks, small_overhead, batches, batch_efficiency, sequence_of_one,
+    batch_or_sequence, dilation_longest, dilation_above_work, segments_longest, dilation_on_ranks,
+    dilation_everywhere, two_over_one_dense, reached, far_memory, longest_exact, allocated, blocks_exact,
+    hilbert_speed, hilbert_ranks,
 )  # fmt: skip

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch import Dilated, Sharding, attention
 from dilated_attention_pytorch.distributed import Shards, gather_sequence, shard_sequence
-
 from seeds.measure import WORLDS, Case, Ranks, definition, inputs, largest_difference, on_one, on_ranks
 from seeds.outcome import Outcome, of_error
 
@@ -234,6 +233,7 @@ def scheme_of_the_report(ranks: Ranks) -> Outcome:
 
 
 PROBES = (
-    one_device, indices, odd_lengths, prime_ranks, not_divisible, uneven_shards, causal, log_sums, irregular_calls, gradients,
-    checkpointing, accumulation, extreme_values, float32_is_better, many_calls, exchanged_heads, scheme_of_the_report,
+    one_device, indices, odd_lengths, prime_ranks, not_divisible, uneven_shards, causal, log_sums, irregular_calls,
+    gradients, checkpointing, accumulation, extreme_values, float32_is_better, many_calls, exchanged_heads,
+    scheme_of_the_report,
 )  # fmt: skip

@@ -20,7 +20,6 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.distributed import RankMemory, Shards, shard_sequence, simulate_ring
 from dilated_attention_pytorch.distributed.wire import Wire
 from dilated_attention_pytorch.measure import peak_extra_bytes
-
 from seeds.measure import Case, Ranks, inputs, largest_difference
 from seeds.outcome import Outcome, of_error, of_ratio, together
 
@@ -192,7 +191,7 @@ def _recorded(
 
 
 def positions_of_ranks(ranks: Ranks) -> Outcome:
-    """512 tokens, one dense segment: the positions of 2 ranks, and the bytes of K and V that each receives from the other"""
+    """512 tokens, one dense segment: the positions of 2 ranks, and the bytes of K and V that each receives"""
     case = Case(512, Dilated([512], [1]), heads=4, head_dim=32, bucket_size=128)
     (_, first, rows0), (_, second, rows1) = ranks.run(2, _recorded, case, {}, False)
     half = 2 * 256 * 4 * 32 * 4
@@ -295,6 +294,7 @@ def block_patterns(ranks: Ranks) -> Outcome:
 
 
 PROBES = (
-    components, one_process, by_ranks, by_length, longest_by_memory, one_segment_of_475136, plain_scores, a_billion, no_growth,
-    positions_of_ranks, buckets, overlapped, dilation_sends_less, compressed, tiers, equal_memory, block_patterns,
+    components, one_process, by_ranks, by_length, longest_by_memory, one_segment_of_475136, plain_scores, a_billion,
+    no_growth, positions_of_ranks, buckets, overlapped, dilation_sends_less, compressed, tiers, equal_memory,
+    block_patterns,
 )  # fmt: skip

@@ -26,7 +26,6 @@ from dilated_attention_pytorch import (
     explain,
 )
 from dilated_attention_pytorch.distributed import shard_sequence
-
 from seeds.measure import Case, Ranks, definition, inputs, largest_difference, on_one, on_ranks
 from seeds.outcome import Outcome, of_error, of_ratio, together
 
@@ -313,6 +312,6 @@ def own_tests(ranks: Ranks) -> Outcome:
 
 PROBES = (
     usage_data_parallel, usage_block_sparse, data_parallel_equal, data_parallel_scatter, distributed_data_parallel,
-    mistakes_of_a_rank, bounds, triton_kernels, hilbert_exact, hilbert_compact, ring_module, nccl, half_precision, newer_gpus,
-    minimal_example, two_nodes, own_tests,
+    mistakes_of_a_rank, bounds, triton_kernels, hilbert_exact, hilbert_compact, ring_module, nccl, half_precision,
+    newer_gpus, minimal_example, two_nodes, own_tests,
 )  # fmt: skip

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from dilated_attention_pytorch import BlockSparse, Dilated, SparsePatternConfig
-
 from seeds.measure import Case, Ranks, on_one, on_ranks, once
 
 # Where a call runs: one device with one or two threads, or two ranks with one thread each.
@@ -209,7 +208,13 @@ def _first_row(setting: Setting, ranks: Ranks) -> dict[str, Any]:
         if reports:
             seconds, most = (max(x[key] for x in reports) for key in ("seconds", "bytes"))
             used = [x["cpu_seconds"] for x in reports]
-            places[place] = {**exact, "bytes": most, "seconds": [seconds], "busiest_s": [max(used)], "together_s": [sum(used)]}
+            places[place] = {
+                **exact,
+                "bytes": most,
+                "seconds": [seconds],
+                "busiest_s": [max(used)],
+                "together_s": [sum(used)],
+            }
     shape = [case.batch, case.tokens, case.heads, case.head_dim]
     return {"name": setting.name, "shape": shape, "pattern": described(case), "old": setting.old, "places": places}
 

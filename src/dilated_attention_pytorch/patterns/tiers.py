@@ -174,7 +174,7 @@ class _RankBlocks:
 
     def counted(self, blocks: Tensor) -> Tensor:
         """(Q,): how many of these blocks each query block sees in a branch."""
-        return torch.cat([self.met(part, blocks).sum(1) for part in self.queries.split(_AT_ONCE)])
+        return torch.cat([self.met(part, blocks).sum(1) for part in _parts(self.queries)])
 
     def visible(self) -> Tensor:
         """(3, Q): how many blocks of each tier a query block sees."""
@@ -197,7 +197,7 @@ class _RankBlocks:
         for tier, density, name in zip(others, config.densities[1:], _BYTES, strict=True):
             seen = tier[tier < self.queries[-1]] if self.is_causal else tier
             if self.branches:
-                parts = [self.met(part, seen).any(0, keepdim=True) for part in self.queries.split(_AT_ONCE)]
+                parts = [self.met(part, seen).any(0, keepdim=True) for part in _parts(self.queries)]
                 seen = seen[torch.cat(parts).any(0)]
             count, budget = math.ceil(density * len(seen)), getattr(config, name)
             if budget is not None and token_bytes is not None:
@@ -318,10 +318,14 @@ def _nearest(tier: Tensor, queries: Tensor, visible: Tensor, count: Tensor, bloc
     return queries[row] * blocks + tier[number]
 
 
+def _parts(x: Tensor) -> list[Tensor]:
+    return [x[start : start + _AT_ONCE] for start in range(0, len(x), _AT_ONCE)]
+
+
 def _nearest_met(rank: _RankBlocks, tier: Tensor, count: Tensor, blocks: int) -> Tensor:
     """The ``count`` nearest blocks of a tier that a query block sees in a branch: ``query * blocks + key``."""
     entries = []
-    for queries, most in zip(rank.queries.split(_AT_ONCE), count.split(_AT_ONCE), strict=True):
+    for queries, most in zip(_parts(rank.queries), _parts(count), strict=True):
         distance = 2 * (queries.unsqueeze(1) - tier).abs() + (tier > queries.unsqueeze(1))  # of two, the earlier is nearer
         distance.masked_fill_(~rank.met(queries, tier), 2 * blocks)
         nearest = tier[distance.argsort(1)]
