@@ -4,9 +4,9 @@
     python benchmarks/seeds_report.py --docs --page FILE
     python benchmarks/seeds_report.py --check NAME
 
-Without names, all tables and all checks run, in about 12 minutes on two idle cores. Named tables, or ``checks``, replace
-their part of FILE. ``--docs`` measures nothing and makes the page from the committed results/seeds.json. ``--check`` runs
-one check and prints what it finds; a check of figures reads the committed results.
+Without names, all tables and all checks run, in about 12 minutes on two idle cores. Named tables and checks (``checks``
+are all checks) replace their part of FILE. ``--docs`` measures nothing and makes the page of the committed
+results/seeds.json. ``--check`` runs one check and prints what it finds; a check of figures reads the committed results.
 """
 
 from __future__ import annotations
@@ -51,13 +51,12 @@ def run_all(names: list[str], results: dict[str, Any], repeats: int, shrink: int
     results.setdefault("tables", {})
     machine = {"cores": os.cpu_count(), "processor": processor(), "load_first": os.getloadavg()[0]}
     with Ranks() as ranks:
-        if "checks" in names:
-            found = {}
-            for name, probe in PROBES.items():
+        found = results.setdefault("probes", {})
+        for name, probe in PROBES.items():
+            if "checks" in names or name in names:
                 report(f"check {name}")
                 outcome = probe(ranks)
                 found[name] = {"passed": outcome.passed, "shown": outcome.shown, "how": probe.__doc__}
-            results["probes"] = found
         for name in TABLES:
             if name in names:
                 results["tables"][name] = measure(name, ranks, report, repeats=repeats, shrink=shrink)
@@ -81,7 +80,7 @@ def check(name: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*TABLES, "checks", []], default=[], help="tables, or checks")
+    parser.add_argument("names", nargs="*", choices=[*TABLES, "checks", *PROBES, []], default=[], metavar="NAME")
     parser.add_argument("--repeats", type=int, default=3, help="calls of each configuration that take less than 3 s")
     parser.add_argument("--shrink", type=int, default=1, help="divide the tokens by this power of two, to try the script")
     parser.add_argument("--out", type=Path, help="write the results to this JSON file")
@@ -102,7 +101,7 @@ def main() -> int:
         if options.out:
             options.out.write_text(json.dumps(results, indent=1) + "\n")
     file = options.page
-    if file and set(results["tables"]) == set(TABLES) and "probes" in results:
+    if file and set(results["tables"]) == set(TABLES) and set(results["probes"]) == set(PROBES):
         file.write_text(page(results))
     elif not options.out and not file:
         print(json.dumps(results))

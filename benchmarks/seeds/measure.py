@@ -38,6 +38,7 @@ class Case:
     batch: int = 1
     is_causal: bool = False
     bucket_size: int | None = None
+    transport: str = "auto"
     grid: tuple[int, int] | None = None  # rows and columns of a Hilbert order
 
     @property
@@ -119,7 +120,7 @@ def call_of(group: dist.ProcessGroup | None, case: Case) -> Callable[[], Tensor]
     mine = inputs(case, rank, world)
     options: dict[str, Any] = {"is_causal": case.is_causal, "order": case.order}
     if group is not None:
-        options["group"] = Sharding(group, bucket_size=case.bucket_size)
+        options["group"] = Sharding(group, bucket_size=case.bucket_size, transport=case.transport)
     return lambda: attention(*mine, case.pattern, **options)
 
 

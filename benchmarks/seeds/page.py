@@ -80,6 +80,8 @@ _NOTES = """## Notes
 * `nn.DataParallel` divides a batch over GPUs. Without GPUs it calls the module. The counterpart here is half of a
   batch on each of two ranks. A batch of one sample cannot be divided, so the last row of that table divides the rows
   of the sequence.
+* `transport="auto"` exchanges heads instead of rows for one dense segment: fewer bytes, and one more shard of memory.
+  The table of distributed test results is about memory per rank, and has `transport="ring"`.
 * [migration.md](migration.md) has the names of the reports and what replaces them.
 """
 

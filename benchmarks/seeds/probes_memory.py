@@ -135,10 +135,13 @@ def _again(group: dist.ProcessGroup | None, case: Case) -> list[int]:
 
 
 def no_growth(ranks: Ranks) -> Outcome:
-    """the peak memory of six equal calls in a row, on one device and on 2 ranks: no call needs more than the second"""
+    """the peak memory of six equal calls in a row, on one device and on 2 ranks: none exceeds the second by 1 %"""
     case = Case(8192, Dilated([1024, 8192], [1, 4]), heads=4, head_dim=32)
     peaks = [_again(None, case), *ranks.run(2, _again, case)]
-    return Outcome(all(max(p[2:]) <= p[1] for p in peaks), f"last over second call: {max(p[-1] / p[1] for p in peaks):.3f}")
+    return Outcome(
+        all(max(p[2:]) <= 1.01 * p[1] for p in peaks),
+        f"largest over second call: {max(max(p[2:]) / p[1] for p in peaks):.4f}",
+    )
 
 
 # Messages.

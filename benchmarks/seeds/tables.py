@@ -106,7 +106,7 @@ def two_devices() -> list[Setting]:
     return [
         Setting(
             f"{n:,}, {'no dilation' if rate == 1 else 'dilation 2'}",
-            Case(n, dense(n, rate), heads=4),
+            Case(n, dense(n, rate), heads=4, transport="ring"),
             {"two_ms": ms, "two_gb": gb},
             PLACES if n < 32768 else ("two threads", "two ranks"),
         )
@@ -231,7 +231,8 @@ def described(case: Case) -> str:
         return f"{config.pattern_type}, {config.sparsity_ratio:g} of the blocks of {config.block_size}"
     lengths, rates = (", ".join(map(str, x)) for x in (case.pattern.segment_lengths, case.pattern.dilation_rates))
     bucket = "" if case.bucket_size is None else f"; buckets of {case.bucket_size}"
-    return f"w = {lengths}; r = {rates}{bucket}"
+    transport = "" if case.transport == "auto" else f"; transport {case.transport}"
+    return f"w = {lengths}; r = {rates}{bucket}{transport}"
 
 
 def _alone(group: Any, case: Case, what: str) -> dict[str, Any]:
