@@ -113,7 +113,7 @@ def _usage_block_sparse(group: dist.ProcessGroup) -> list[int]:
 
 
 def usage_block_sparse(ranks: Ranks) -> Outcome:
-    """usage example 2 of report 4 on 2 ranks, then a forward of 10,000 tokens"""
+    """usage example 2 of report 4 with group= for 2 of 7 processes, then a forward of 10,000 tokens"""
     found = ranks.run(2, _usage_block_sparse)
     return Outcome(found == [[1, 5000, 512, 1]] * 2, f"shapes of the ranks and whether finite: {found}"[:200])
 

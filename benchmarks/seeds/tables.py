@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -253,10 +253,3 @@ def _timed(case: Case, place: str, ranks: Ranks, *, warm: bool) -> dict[str, flo
         reports = [once(None, case, warm)]
     used = [x["cpu_seconds"] for x in reports]
     return {"seconds": max(x["seconds"] for x in reports), "busiest_s": max(used), "together_s": sum(used)}
-
-
-def every_place(tables: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What was measured in each place of each row of each table."""
-    for rows in tables.values():
-        for row in rows:
-            yield from row["places"].values()
