@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 # The oldest supported transformers and its own dependencies, in a folder that comes first on the path.
 OLDEST_TRANSFORMERS := $(VENV)/transformers-5.17.0
 
-.PHONY: help demo data quick test check format bench test-gpu test-hf test-machine-code docs dist clean
+.PHONY: help demo data quick test check format bench test-gpu test-hf test-machine-code docs dist seeds-report clean
 help:
 	@echo "make demo      run dilated attention on a real text, next to dense attention"
 	@echo "make quick     run the tests for before a commit, in less than 3 minutes on 2 cores"
@@ -16,6 +16,7 @@ help:
 	@echo "make check     ruff and mypy"
 	@echo "make format    let ruff format and fix the sources"
 	@echo "make bench     measure on this machine's CPU; ARGS=\"--out FILE\" writes the results"
+	@echo "make seeds-report  reproduce the seed reports and write docs/seeds.md, in about 12 minutes"
 	@echo "make test-gpu  run the GPU tests with the python3 that holds torch, without installing"
 	@echo "make test-hf   run the tests of transformers with its oldest supported and its newest version"
 	@echo "make test-machine-code  compare the kernels' machine code with the numbers of the pinned Triton"
@@ -60,6 +61,9 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+seeds-report: $(INSTALLED)
+	$(BIN)/python benchmarks/seeds_report.py --out benchmarks/results/seeds.json --page docs/seeds.md $(ARGS)
 
 data: $(INSTALLED)
 	$(BIN)/python benchmarks/fetch_data.py $(ARGS)

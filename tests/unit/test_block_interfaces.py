@@ -160,7 +160,7 @@ def test_module_options():
     assert torch.equal(local(q, k, v), attention(q, k, v, BlockSparse.from_config(config("local_window"))))
     with pytest.raises(ValueError, match="value without key"):
         module(q, None, v)
-    with pytest.raises(ValueError, match="sparse_config has the branches"):
+    with pytest.raises(ValueError, match="the SparsePatternConfig has the branches"):
         BlockSparseRingDilatedAttention([64], [1], config("dilated_sparse"))
     with pytest.raises(TypeError, match="must be a SparsePatternConfig, got dict"):
         BlockSparseRingDilatedAttention([64], [1], {"sparsity_ratio": 0.1})

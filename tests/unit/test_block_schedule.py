@@ -6,6 +6,7 @@ import math
 import random
 import re
 import time
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -85,13 +86,20 @@ def test_a_local_window_reads_neighbours_only():
 # Patterns by rank and node.
 
 
+def in_a_branch(settings: DistributedSparseConfig, i: int, j: int) -> bool:
+    """Whether block ``i`` sees block ``j``: always without branches."""
+    segments = [math.ceil(w / settings.block_size) for w in settings.segment_lengths]
+    branches = list(zip(segments, settings.dilation_rates, strict=True))
+    return not branches or any(i // w == j // w and abs(i - j) % r == 0 for w, r in branches)
+
+
 def slow_rows(settings: DistributedSparseConfig, shards: Shards, is_causal: bool, fetched=None):
     """For each query block: budget and, by tier, visible blocks nearest first and how many of them it wants."""
     n, size = math.ceil(shards.length / settings.block_size), settings.block_size
     rank_of = {i: p for p in range(shards.world_size) for i in positions(shards, p)}
     owner = [rank_of[b * size] for b in range(n)]
     for i in range(n):
-        visible = range(i + 1) if is_causal else range(n)
+        visible = [j for j in (range(i + 1) if is_causal else range(n)) if in_a_branch(settings, i, j)]
         tiers: list[list[int]] = [[], [], []]
         for j in block_oracle.nearest(i, visible):
             same_node = owner[i] // settings.node_size == owner[j] // settings.node_size
@@ -130,6 +138,8 @@ def tier_cases(draw):
         draw(st.sampled_from([0.05, 0.3, 1.0])), kind, draw(density), draw(density), between,
         block_size=SIZE, node_size=draw(st.integers(1, 3)),
     )  # fmt: skip
+    branches = draw(st.sampled_from([((), ()), ((40, 100), (1, 3)), ((4096,), (2,))]))
+    settings = replace(settings, segment_lengths=branches[0], dilation_rates=branches[1])
     shards = Shards.of(draw(st.lists(st.integers(0, 70), min_size=1, max_size=6)), draw(LAYOUTS))
     return settings, shards, draw(st.booleans())
 
@@ -195,6 +205,33 @@ def test_bandwidth_aware_fetches_the_nearest(rows, node_size, layout, is_causal)
     owner = [rank_of[b] for b in range(0, shards.length, SIZE)]
     fetched = {p: nearest_to_rank(owner, node_size, p, is_causal, 2, 3) for p in set(owner)}
     assert torch.equal(lists.mask()[0, 0], slow_table(settings, shards, is_causal, fetched))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_bandwidth_aware_fetches_blocks_of_branches(is_causal):
+    """Segments of 8 blocks, every second one: ranks 1 and 2 of 4 blocks each fetch nothing of other segments."""
+    shards, branches = Shards.of([64] * 4, "contiguous"), {"segment_lengths": [128], "dilation_rates": [2]}
+    settings = DistributedSparseConfig(
+        1.0, "bandwidth_aware", block_size=SIZE, node_size=1, inter_node_bytes=100 * SIZE, **branches
+    )
+    pattern = settings.pattern(shards, token_bytes=1)
+    table = (pattern.given_causal if is_causal else pattern.given).mask()[0, 0]
+    expected = torch.tensor(
+        [[in_a_branch(settings, i, j) and (j <= i or not is_causal) for j in range(16)] for i in range(16)]
+    )
+    assert torch.equal(table, expected)
+
+
+def test_load_balanced_with_branches():
+    """The sum of the budgets, which count the blocks of branches, and no other blocks."""
+    shards = Shards.of([48, 100, 70], "contiguous")
+    settings = DistributedSparseConfig(
+        0.5, "adaptive_load_balanced", block_size=SIZE, segment_lengths=[64, 218], dilation_rates=[1, 4]
+    )
+    table, n = settings.pattern(shards).given.mask()[0, 0], 14
+    seen = torch.tensor([[in_a_branch(settings, i, j) for j in range(n)] for i in range(n)])
+    assert not (table & ~seen).any()
+    assert int(table.sum()) == sum(math.ceil(0.5 * int(row.sum())) for row in seen)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

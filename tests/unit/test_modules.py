@@ -231,8 +231,11 @@ def test_branches_that_no_pattern_reads():
         BlockSparseRingDilatedAttention([16])
     with pytest.raises(ValueError, match="'dilated_sparse' needs segment_lengths and dilation_rates, got none"):
         BlockSparseRingDilatedAttention()
-    with pytest.raises(ValueError, match=r"have no branches, got segment_lengths=\[16\] and dilation_rates=\[1\]"):
-        BlockSparseRingDistributedDilatedAttention(32, 4, [16], [1])
+    config = DistributedSparseConfig(segment_lengths=[32], dilation_rates=[1])
+    with pytest.raises(ValueError, match=r"has the branches \(\(32, 1\),\), the module \(\(16, 1\),\); leave out one"):
+        BlockSparseRingDistributedDilatedAttention(32, 4, [16], [1], config)
+    with pytest.raises(ValueError, match=r"same number of entries, at least one: got 1 segment lengths \(16,\) and 0"):
+        BlockSparseRingDistributedDilatedAttention(32, 4, [16])
 
 
 def test_options_of_the_authors_code_reach_the_attention():

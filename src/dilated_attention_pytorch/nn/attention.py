@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # a process without a group never imports torch.distributed
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+C = TypeVar("C", SparsePatternConfig, DistributedSparseConfig)
 
 
 class ModuleOptions(TypedDict, total=False):
@@ -231,21 +232,23 @@ class BlockSparseRingDilatedAttention(Attention):
         if not isinstance(config, SparsePatternConfig):
             raise TypeError(f"sparse_config must be a SparsePatternConfig, got {type(config).__name__}")
         if segment_lengths is not None or dilation_rates is not None:
-            config = _with_branches(config, segment_lengths or (), dilation_rates or ())
+            config = with_branches(config, segment_lengths or (), dilation_rates or ())
         super().__init__(BlockSparse.from_config(config), **options)
 
 
-def _with_branches(config: SparsePatternConfig, lengths: Sequence[int], rates: Sequence[int]) -> SparsePatternConfig:
-    branches = Dilated(lengths, rates)
-    if config.pattern_type != "dilated_sparse":
+def with_branches(config: C, lengths: Sequence[int], rates: Sequence[int]) -> C:
+    """The configuration with these branches; raise if it has others, or a pattern type that reads none."""
+    branches, name = Dilated(lengths, rates), type(config).__name__
+    if isinstance(config, SparsePatternConfig) and config.pattern_type != "dilated_sparse":
         raise ValueError(
             f"segment_lengths and dilation_rates are read by 'dilated_sparse' only, got {branches.branches} for "
             f"{config.pattern_type!r}; leave them out: BlockSparseRingDilatedAttention(sparse_config=config)"
         )
     given = Dilated(config.segment_lengths, config.dilation_rates) if config.segment_lengths else branches
     if given != branches:
-        got = f"the branches {given.branches}, the module {branches.branches}"
-        raise ValueError(f"sparse_config has {got}; leave out one of them")
+        raise ValueError(
+            f"the {name} has the branches {given.branches}, the module {branches.branches}; leave out one of them"
+        )
     return replace(config, segment_lengths=branches.segment_lengths, dilation_rates=branches.dilation_rates)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.api import attention_weights
 from dilated_attention_pytorch.lengths import Lengths
-from dilated_attention_pytorch.nn.attention import Attention, ModuleOptions, default_to_all_ranks
+from dilated_attention_pytorch.nn.attention import Attention, ModuleOptions, default_to_all_ranks, with_branches
 from dilated_attention_pytorch.nn.masks import is_causal_mask, samples_of_mask
 from dilated_attention_pytorch.nn.nested import is_nested, nested_like, packed_rows
 from dilated_attention_pytorch.nn.projections import HeadOptions, HeadProjections
@@ -327,7 +327,8 @@ class BlockSparseRingDistributedDilatedAttention(ProjectedAttention):
 
     Args:
         embed_dim, num_heads: see ``ProjectedAttention``.
-        segment_lengths, dilation_rates: must be None. The patterns follow from the shards and have no branches.
+        segment_lengths, dilation_rates: branches that restrict which blocks are seen, in tokens and in blocks, see
+            ``DistributedSparseConfig``. By default, a query block sees every block.
         distributed_config: the pattern. The default is ``DistributedSparseConfig()``.
         options: see ``ProjectedAttention`` and ``Attention``. The default of ``group`` is all ranks of the job.
 
@@ -338,16 +339,14 @@ class BlockSparseRingDistributedDilatedAttention(ProjectedAttention):
     """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, segment_lengths: None = None, dilation_rates: None = None,
-        distributed_config: DistributedSparseConfig | None = None, **options: Unpack[ProjectionOptions],
+        self, embed_dim: int, num_heads: int, segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None, distributed_config: DistributedSparseConfig | None = None,
+        **options: Unpack[ProjectionOptions],
     ) -> None:  # fmt: skip
-        if segment_lengths is not None or dilation_rates is not None:
-            raise ValueError(
-                "the patterns of DistributedSparseConfig follow from the shards and have no branches, got "
-                f"{segment_lengths=} and {dilation_rates=}; leave them out, or use MultiheadDilatedAttention with group"
-            )
         config = DistributedSparseConfig() if distributed_config is None else distributed_config
         if not isinstance(config, DistributedSparseConfig):
             raise TypeError(f"distributed_config must be a DistributedSparseConfig, got {type(config).__name__}")
+        if segment_lengths is not None or dilation_rates is not None:
+            config = with_branches(config, segment_lengths or (), dilation_rates or ())
         default_to_all_ranks(options)
         super().__init__(config, embed_dim, num_heads, **options)

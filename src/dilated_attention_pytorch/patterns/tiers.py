@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.patterns.blocks import BlockSparse, check_block_size, check_ratio
+from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.patterns.lists import BlockLists
 from dilated_attention_pytorch.shards import Shards
 
 TIER_PATTERNS = ("hierarchical", "node_local", "bandwidth_aware", "adaptive_load_balanced")
 _BYTES = ("node_bytes", "inter_node_bytes")
+_AT_ONCE = 256  # query blocks whose distances to all blocks of a tier exist at the same time, with branches
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class DistributedSparseConfig:
         block_size: positions, a power of two from 16 to 256.
         node_size: ranks per node, which have consecutive numbers in the group. The default is the environment variable
             ``LOCAL_WORLD_SIZE``, which torchrun sets, or 1.
+        segment_lengths, dilation_rates: branches, in tokens and in blocks. With them, a query block sees only the blocks
+            of the same segment at multiples of the rate, of any branch. A segment has ``ceil(length / block_size)`` blocks.
+            Without them, it sees every block.
         node_bytes, inter_node_bytes: for ``"bandwidth_aware"``, the bytes of keys and values that a rank may receive in a
             forward for each sample, from its node and from other nodes. They hold for shards of whole blocks; a block that
             two ranks share costs extra. The defaults follow from the densities of the tiers.
@@ -67,6 +72,8 @@ class DistributedSparseConfig:
     node_size: int | None = None
     node_bytes: int | None = None
     inter_node_bytes: int | None = None
+    segment_lengths: Sequence[int] = ()
+    dilation_rates: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.pattern_type not in TIER_PATTERNS:
@@ -89,6 +96,13 @@ class DistributedSparseConfig:
             value = getattr(self, name)
             if self.pattern_type != "bandwidth_aware" and value is not None:
                 raise ValueError(f"{name} is read by 'bandwidth_aware' only, got {value} for {self.pattern_type!r}")
+        if self.segment_lengths or self.dilation_rates:
+            branches = Dilated(self.segment_lengths, self.dilation_rates)
+            object.__setattr__(self, "segment_lengths", branches.segment_lengths)
+            object.__setattr__(self, "dilation_rates", branches.dilation_rates)
+        else:
+            object.__setattr__(self, "segment_lengths", ())
+            object.__setattr__(self, "dilation_rates", ())
 
     @property
     def densities(self) -> tuple[Fraction, Fraction, Fraction]:
@@ -98,6 +112,16 @@ class DistributedSparseConfig:
         usual = (min(Fraction(1), factor * ratio) for factor in (4, 1, Fraction(1, 2)))
         local, node, between = (u if x is None else _fraction(x) for x, u in zip(given, usual, strict=True))
         return local, node, Fraction(0) if self.pattern_type == "node_local" else between
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """The blocks of a segment and the rate in blocks, of each branch; empty if a query block sees every block.
+
+        >>> DistributedSparseConfig(segment_lengths=[4096, 8192], dilation_rates=[1, 2]).branches
+        ((32, 1), (64, 2))
+        """
+        pairs = zip(self.segment_lengths, self.dilation_rates, strict=True)
+        return tuple((-(-length // self.block_size), rate) for length, rate in pairs)
 
     def pattern(self, shards: Shards, *, token_bytes: int | None = None) -> BlockSparse:
         """The pattern for these shards. One device computes the same with it.
@@ -133,20 +157,37 @@ class _RankBlocks:
 
     tiers: tuple[Tensor, ...]  # of this rank, of the others of its node, and of other nodes
     is_causal: bool
+    branches: tuple[tuple[int, int], ...] = ()  # blocks of a segment and rate; a query block sees all blocks without
 
     @property
     def queries(self) -> Tensor:
         """(Q,): the blocks of this rank."""
         return self.tiers[0]
 
+    def met(self, queries: Tensor, blocks: Tensor) -> Tensor:
+        """(Q, K): which of these blocks each of these query blocks sees in a branch."""
+        i, j = queries.unsqueeze(1), blocks.unsqueeze(0)
+        seen = torch.zeros(len(queries), len(blocks), dtype=torch.bool, device="cpu")
+        for segment, rate in self.branches:
+            seen |= (i // segment == j // segment) & ((i - j) % rate == 0)
+        return seen & (j <= i) if self.is_causal else seen
+
+    def counted(self, blocks: Tensor) -> Tensor:
+        """(Q,): how many of these blocks each query block sees in a branch."""
+        return torch.cat([self.met(part, blocks).sum(1) for part in _parts(self.queries)])
+
     def visible(self) -> Tensor:
         """(3, Q): how many blocks of each tier a query block sees."""
+        if self.branches:
+            return torch.stack([self.counted(tier) for tier in self.tiers])
         if self.is_causal:
             return torch.stack([torch.searchsorted(tier, self.queries, right=True) for tier in self.tiers])
         return torch.tensor([[len(tier)] for tier in self.tiers], device="cpu").expand(3, len(self.queries))
 
     def visible_of_all(self, blocks: int) -> Tensor:
         """(Q,): how many blocks of the sequence a query block sees, also if the tiers lack some of them."""
+        if self.branches:
+            return self.counted(torch.arange(blocks, device="cpu"))
         return self.queries + 1 if self.is_causal else torch.full_like(self.queries, blocks)
 
     def fetched(self, config: DistributedSparseConfig, token_bytes: int | None) -> _RankBlocks:
@@ -155,6 +196,9 @@ class _RankBlocks:
         found = []
         for tier, density, name in zip(others, config.densities[1:], _BYTES, strict=True):
             seen = tier[tier < self.queries[-1]] if self.is_causal else tier
+            if self.branches:
+                parts = [self.met(part, seen).any(0, keepdim=True) for part in _parts(self.queries)]
+                seen = seen[torch.cat(parts).any(0)]
             count, budget = math.ceil(density * len(seen)), getattr(config, name)
             if budget is not None and token_bytes is not None:
                 count = budget // (token_bytes * config.block_size)
@@ -167,7 +211,10 @@ class _RankBlocks:
         return replace(self, tiers=(own, *found))
 
 
-def _rank_blocks(shards: Shards, size: int, node_size: int, is_causal: bool) -> Iterator[_RankBlocks]:
+def _rank_blocks(
+    config: DistributedSparseConfig, shards: Shards, node_size: int, is_causal: bool
+) -> Iterator[_RankBlocks]:  # fmt: skip
+    size = config.block_size
     owner = torch.empty(-(-shards.length // size), dtype=torch.int64, device="cpu")
     for rank, chunks in enumerate(shards.chunks):
         for chunk in chunks:
@@ -176,14 +223,14 @@ def _rank_blocks(shards: Shards, size: int, node_size: int, is_causal: bool) -> 
         mine, node = owner == rank, owner // node_size == rank // node_size
         own, near, far = (x.nonzero().squeeze(1) for x in (mine, node & ~mine, ~node))
         if len(own):
-            yield _RankBlocks((own, near, far), is_causal)
+            yield _RankBlocks((own, near, far), is_causal, config.branches)
 
 
 def _lists(
     config: DistributedSparseConfig, shards: Shards, node_size: int, token_bytes: int | None, is_causal: bool
 ) -> BlockLists:
     size, blocks = config.block_size, -(-shards.length // config.block_size)
-    ranks = list(_rank_blocks(shards, size, node_size, is_causal))
+    ranks = list(_rank_blocks(config, shards, node_size, is_causal))
     if config.pattern_type == "bandwidth_aware":
         ranks = [rank.fetched(config, token_bytes) for rank in ranks]
     visible_of_all = [rank.visible_of_all(blocks) for rank in ranks]
@@ -199,7 +246,10 @@ def _lists(
         wanted[0].clamp_(min=1)
         taken = _shared(budget, wanted, visible if balanced else wanted)
         for tier, v, count in zip(rank.tiers, visible, taken, strict=True):
-            entries.append(_nearest(tier, rank.queries, v, count, blocks))
+            if rank.branches:
+                entries.append(_nearest_met(rank, tier, count, blocks))
+            else:
+                entries.append(_nearest(tier, rank.queries, v, count, blocks))
     entry = torch.cat(entries).sort().values  # by query block, then by key block
     counts = torch.bincount(entry // max(1, blocks), minlength=blocks)
     return BlockLists.packed(counts.view(1, 1, -1), (entry % max(1, blocks)).to(torch.int32), size, blocks)
@@ -266,3 +316,19 @@ def _nearest(tier: Tensor, queries: Tensor, visible: Tensor, count: Tensor, bloc
     row = torch.arange(len(queries), device="cpu").repeat_interleave(count)
     number = torch.arange(len(row), device="cpu") - (count.cumsum(0) - count)[row] + low[row]
     return queries[row] * blocks + tier[number]
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    return [x[start : start + _AT_ONCE] for start in range(0, len(x), _AT_ONCE)]
+
+
+def _nearest_met(rank: _RankBlocks, tier: Tensor, count: Tensor, blocks: int) -> Tensor:
+    """The ``count`` nearest blocks of a tier that a query block sees in a branch: ``query * blocks + key``."""
+    entries = []
+    for queries, most in zip(_parts(rank.queries), _parts(count), strict=True):
+        distance = 2 * (queries.unsqueeze(1) - tier).abs() + (tier > queries.unsqueeze(1))  # of two, the earlier is nearer
+        distance.masked_fill_(~rank.met(queries, tier), 2 * blocks)
+        nearest = tier[distance.argsort(1)]
+        taken = torch.arange(len(tier), device="cpu") < most.unsqueeze(1)
+        entries.append((queries.unsqueeze(1) * blocks + nearest)[taken])
+    return torch.cat(entries)
