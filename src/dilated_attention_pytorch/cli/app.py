@@ -18,6 +18,7 @@ from rich.table import Table
 
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
+from dilated_attention_pytorch.cli.doctor import doctor
 from dilated_attention_pytorch.cli.maxlen import maxlen
 from dilated_attention_pytorch.cli.outputs import check_file, check_picture, device_name, make_folder, save_picture
 from dilated_attention_pytorch.cli.show import ORDERS, make_order, make_view
@@ -127,6 +128,7 @@ app.command()(stream)
 app.command()(train)
 app.command()(score)
 app.command()(maxlen)
+app.command()(doctor)
 
 
 def _check_output(path: Path, kind: str) -> None:

@@ -51,7 +51,9 @@ def _crosses(axes: Axes, failed: Sequence[TryResult], colour: str) -> None:
     """Mark lengths that did not run at the upper end of a panel."""
     for x in failed:
         axes.plot(x.tokens, 0.97, "x", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
+    if failed:
+        x = min(failed, key=lambda x: x.tokens)
         axes.annotate(
-            x.outcome, (x.tokens, 0.97), xycoords=axes.get_xaxis_transform(), xytext=(5, -3), textcoords="offset points",
-            fontsize=7, color=colour, rotation=-90, va="top",
+            x.outcome, (x.tokens, 0.97), xycoords=axes.get_xaxis_transform(), xytext=(0, 7), textcoords="offset points",
+            fontsize=7, color=colour, ha="center",
         )  # fmt: skip

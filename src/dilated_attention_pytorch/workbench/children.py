@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); import {module}; {module}.main()"
+_WITH_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
 
 
-def command_line(module: str, *arguments: str) -> list[str]:
-    """The command line of a process that calls ``main()`` of a module. It imports from where this process imports."""
+def command_line(program: str, *arguments: str) -> list[str]:
+    """The command line of a process that runs a program of one line. It imports from where this process imports."""
     paths = json.dumps([os.path.abspath(path) for path in sys.path])
     # -P keeps the folder of the caller from the path if it is not in the path of this process.
-    return [sys.executable, "-P", "-c", _PROGRAM.format(module=module), paths, *arguments]
+    return [sys.executable, "-P", "-c", _WITH_PATH + program, paths, *arguments]
 
 
 def describe_exit(code: int) -> str:

@@ -18,7 +18,7 @@ from typing import IO, Any
 from dilated_attention_pytorch.workbench.children import command_line, describe_exit, last_line
 from dilated_attention_pytorch.workbench.maxlen import TryResult, TrySettings
 
-PROGRAM = "dilated_attention_pytorch.workbench.one_try"
+PROGRAM = "from dilated_attention_pytorch.workbench.one_try import main; main()"
 _START_S = 300.0  # imports, and kernels that are compiled for the first time
 
 
