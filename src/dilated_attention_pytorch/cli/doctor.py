@@ -174,7 +174,9 @@ def _gib(size: int) -> str:
 
 
 def _finding_lines(finding: BackendFinding) -> Iterator[str]:
-    if finding.check is None:
+    if finding.skipped:
+        yield f"  {finding.backend:<10} not checked: {finding.skipped}"
+    elif finding.check is None:
         yield from (f"  {finding.backend:<10} cannot serve: {reason}" for reason in finding.reasons)
     else:
         yield from _check_lines(finding.backend, finding.check)
@@ -193,20 +195,16 @@ def _check_lines(name: str, check: ExactnessCheck) -> Iterator[str]:
 
 def _figures(report: _Report, *, finished: bool) -> dict[str, Any]:
     """The report, for JSON."""
+    machine = report.machine
     return {
         "versions": versions(),
-        "device": device_name(torch.device("cuda" if report.machine.cuda.gpus else "cpu")),
+        "device": device_name(torch.device("cuda" if machine.cuda.gpus else "cpu")),
         "finished": finished,
         "passed": report.passed,
-        "machine": asdict(report.machine)
-        | {name: dict(getattr(report.machine, name)) for name in ("packages", "variables")},
-        "backends": [
-            {name: getattr(x, name) for name in ("backend", "device", "dtype", "reasons", "passed")}
-            | {"check": _check(x.check)}
-            for x in report.findings
-        ],
+        "machine": asdict(machine) | {"packages": dict(machine.packages), "variables": dict(machine.variables)},
+        "backends": [asdict(x) | {"passed": x.passed, "check": _check(x.check)} for x in report.findings],
         "ranks": _check(report.ring),
-        "advice": advise(report.machine),
+        "advice": advise(machine),
     }
 
 

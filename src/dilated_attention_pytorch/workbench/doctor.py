@@ -14,6 +14,7 @@ from dilated_attention_pytorch.call import make_call
 from dilated_attention_pytorch.workbench.exactness import PATTERN, SHAPES, ExactnessCheck, Example, check_backend
 from dilated_attention_pytorch.workbench.machine import OTHER_PROJECT, MachineFacts
 
+INTERPRETED = "Triton's interpreter, which TRITON_INTERPRET=1 asks for, takes minutes"
 CPU_DTYPES = (torch.float32,)
 CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -26,7 +27,8 @@ class BackendFinding:
     device: str
     dtype: str
     reasons: tuple[str, ...]  # why it cannot serve; empty if it can
-    check: ExactnessCheck | None  # None if it cannot serve
+    check: ExactnessCheck | None  # None if it cannot serve, or if the check is left out
+    skipped: str = ""  # why the check is left out
 
     @property
     def passed(self) -> bool:
@@ -52,8 +54,11 @@ def examine_backends(gpus: int) -> Iterator[BackendFinding]:
             request = request_of_check(device, dtype)
             for backend in backends.BACKENDS:
                 reasons = tuple(backend.why_not(request))
-                check = None if reasons else check_backend(backend.name, device, examples[dtype])
-                yield BackendFinding(backend.name, str(device), str(dtype).removeprefix("torch."), reasons, check)
+                interpreted = backend.name == "triton" and device.type == "cpu"
+                skipped = INTERPRETED if interpreted and not reasons else ""
+                check = None if reasons or skipped else check_backend(backend.name, device, examples[dtype])
+                told = str(dtype).removeprefix("torch.")
+                yield BackendFinding(backend.name, str(device), told, reasons, check, skipped)
 
 
 def request_of_check(device: torch.device, dtype: torch.dtype) -> Request:

@@ -1,4 +1,4 @@
-"""What this machine has: versions, GPUs, memory and environment variables. A part that is broken is a fact, and no error."""
+"""What this machine has: versions, GPUs, memory, environment variables. A part that is broken is a fact, and no error."""
 
 from __future__ import annotations
 

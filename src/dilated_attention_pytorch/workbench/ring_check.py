@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from dilated_attention_pytorch.api import attention
 from dilated_attention_pytorch.distributed import shard_sequence
-from dilated_attention_pytorch.streaming_check import tolerance
 from dilated_attention_pytorch.workbench.children import command_line, describe_exit, last_line
-from dilated_attention_pytorch.workbench.exactness import NAMES, PATTERN, ExactnessCheck, Example, compare
+from dilated_attention_pytorch.workbench.exactness import NAMES, PATTERN, ExactnessCheck, Example, compare, tolerance
 
 WORLD = 2
 _PROGRAM = "from dilated_attention_pytorch.workbench.ring_check import main; main()"
