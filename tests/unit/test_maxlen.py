@@ -193,3 +193,8 @@ except RuntimeError as error:
     assert 8_000 * 1024 <= ran.memory_bytes <= 2**24
     assert (failed.outcome, failed.memory_bytes) == ("out of memory", None)
     assert failed.reason.startswith("no memory for another tensor of ")
+
+
+def test_the_end_of_a_process_is_not_part_of_the_try():
+    with tries(CHILD + RESULT + "\ntime.sleep(0.4)", seconds=0.3) as children:
+        assert children.run(3).outcome == "ran"

@@ -31,7 +31,7 @@ class DoctorOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
+class _DoctorReport:
     """Everything that was found so far."""
 
     machine: MachineFacts
@@ -71,7 +71,7 @@ def _run(options: DoctorOptions) -> None:
     report, interrupted = None, False
     try:
         with interruptible():
-            report = _Report(read_machine())
+            report = _DoctorReport(read_machine())
             gpus = len(report.machine.cuda.gpus)
             total = count_findings(gpus) + options.ranks
             with show_progress(console, total, "check {:,}", quiet=options.quiet) as progress:
@@ -95,7 +95,7 @@ def _run(options: DoctorOptions) -> None:
         raise typer.Exit(1)
 
 
-def _lines(report: _Report, *, finished: bool) -> Iterator[str]:
+def _lines(report: _DoctorReport, *, finished: bool) -> Iterator[str]:
     """The report as plain lines."""
     yield from _machine_lines(report.machine)
     for (device, dtype), group in groupby(report.findings, key=lambda x: (x.device, x.dtype)):
@@ -193,7 +193,7 @@ def _check_lines(name: str, check: ExactnessCheck) -> Iterator[str]:
         yield f"  {name:<10} WRONG: errors {errors}; {allowed}"
 
 
-def _figures(report: _Report, *, finished: bool) -> dict[str, Any]:
+def _figures(report: _DoctorReport, *, finished: bool) -> dict[str, Any]:
     """The report, for JSON."""
     machine = report.machine
     return {

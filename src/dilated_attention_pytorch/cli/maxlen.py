@@ -118,6 +118,8 @@ def _run(options: MaxlenOptions) -> None:
 def make_settings(options: MaxlenOptions) -> tuple[tuple[TrySettings, ...], int]:
     """The searches that the options describe, and the first length. Raise a ValueError if an option is not valid."""
     device = choose_device(options.device)
+    if device == torch.device("cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())  # a limit of memory is one of a numbered GPU
     if device.type == "cpu" and sys.platform != "linux":
         raise ValueError(f"maxlen on a CPU needs Linux, which limits the memory of a process, got {sys.platform}")
     _check_preset(options)

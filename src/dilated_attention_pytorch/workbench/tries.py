@@ -71,7 +71,7 @@ class Tries:
         self._child = None
         if self._process is not None and self._process.poll() is not None:
             self._process = None  # the next try starts a new one
-        if code == 0 and progress.told is not None:
+        if progress.told is not None:
             return TryResult(tokens, **progress.told)
         if progress.late:
             rule = f"more than {self.settings.seconds:g} s" if progress.started else f"no start within {_START_S:g} s"
@@ -113,6 +113,7 @@ class Tries:
                 deadline = start + self.settings.seconds
             elif event["event"] == "result":
                 progress.told = {name: x for name, x in event.items() if name != "event"}
+                deadline = time.monotonic() + _START_S  # freeing the memory is not part of the try
             else:
                 return int(event["code"])
 
