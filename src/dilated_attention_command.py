@@ -29,6 +29,25 @@ def end_on_interrupt() -> None:
 def main() -> None:
     """Run the command."""
     end_on_interrupt()
-    from dilated_attention_pytorch.cli import main as run
-
+    try:
+        from dilated_attention_pytorch.cli import main as run
+    except (ImportError, OSError) as error:  # such as a shared library of PyTorch that is missing
+        sys.exit(_describe(error))
     sys.exit(run())
+
+
+def _describe(error: ImportError | OSError) -> str:
+    """Why the package cannot be imported, and the way out."""
+    import importlib.metadata
+
+    named = "dilated-attention-pytorch"  # another project, whose package has the same import name
+    found = [x for x in importlib.metadata.distributions() if (x.metadata["Name"] or "").lower().replace("_", "-") == named]
+    if found:
+        return (
+            f"dilated_attention_pytorch cannot be imported: {error}. {named} {found[0].version} is installed, another "
+            f"project with the same import name. Run pip uninstall {named} dilated-attention, then install this one."
+        )
+    return (
+        f"dilated_attention_pytorch cannot be imported: {error}. If a part of PyTorch is missing, install PyTorch again; "
+        "otherwise install dilated-attention again."
+    )

@@ -78,9 +78,31 @@ def device_memory(device: torch.device) -> int | None:
     if device.type != "cpu" or not hasattr(os, "sysconf"):
         return None
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
-    text = limit.read_text().strip() if limit.is_file() else ""
-    return min(memory, int(text)) if text.isdigit() else memory
+    return min([memory, *(limit for limit, _ in _container_memory())])
+
+
+def available_memory() -> int | None:
+    """The bytes that new processes can use without swapping, within the limit of a container; None if not known."""
+    lines = _lines(Path("/proc/meminfo"))
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    if not free:
+        return None
+    return max(0, min([*free, *(limit - used for limit, used in _container_memory())]))
+
+
+def _container_memory() -> list[tuple[int, int]]:
+    """The limit of a container and what is used of it, in bytes, if there is one."""
+    root = Path("/sys/fs/cgroup")
+    names = (
+        ("memory.max", "memory.current"),  # of cgroups of version 2, and of version 1
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    )
+    found = ((_lines(root / limit), _lines(root / used)) for limit, used in names)
+    return [(int(limit[0]), int(used[0])) for limit, used in found if limit and used and limit[0].isdigit()]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []
 
 
 class _MetaBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ from rich.console import Console
 
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.streams import interruptible
+from dilated_attention_pytorch.workbench.machine import version_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -184,14 +184,6 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"CPU with {threads} thread{'s' * (threads != 1)}"
-
-
-def version_of(distribution: str) -> str | None:
-    """The version of an installed distribution; None if it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def versions() -> dict[str, str | None]:
