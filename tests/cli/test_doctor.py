@@ -29,7 +29,7 @@ from dilated_attention_pytorch.cli.app import app
 from dilated_attention_pytorch.workbench import doctor as checks
 from dilated_attention_pytorch.workbench import machine as machines
 from dilated_attention_pytorch.workbench import ring_check
-from dilated_attention_pytorch.workbench.exactness import (
+from dilated_attention_pytorch.workbench.backend_checks import (
     NAMES,
     PATTERN,
     ExactnessCheck,

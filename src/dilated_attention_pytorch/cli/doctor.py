@@ -14,8 +14,8 @@ import typer
 from dilated_attention_pytorch.cli.outputs import Outputs, device_name, end, versions
 from dilated_attention_pytorch.cli.progress import show_progress
 from dilated_attention_pytorch.cli.streams import interruptible
+from dilated_attention_pytorch.workbench.backend_checks import ExactnessCheck
 from dilated_attention_pytorch.workbench.doctor import BackendFinding, advise, count_findings, examine_backends
-from dilated_attention_pytorch.workbench.exactness import ExactnessCheck
 from dilated_attention_pytorch.workbench.machine import OTHER_PROJECT, CudaFacts, MachineFacts, read_machine
 from dilated_attention_pytorch.workbench.ring_check import WORLD, check_ring
 

@@ -11,7 +11,7 @@ import torch
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.request import Request
 from dilated_attention_pytorch.call import make_call
-from dilated_attention_pytorch.workbench.exactness import PATTERN, SHAPES, ExactnessCheck, Example, check_backend
+from dilated_attention_pytorch.workbench.backend_checks import PATTERN, SHAPES, ExactnessCheck, Example, check_backend
 from dilated_attention_pytorch.workbench.machine import OTHER_PROJECT, MachineFacts
 
 INTERPRETED = "Triton's interpreter, which TRITON_INTERPRET=1 asks for, takes minutes"

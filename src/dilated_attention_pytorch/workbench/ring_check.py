@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from dilated_attention_pytorch.workbench.backend_checks import NAMES, ExactnessCheck, tolerance
 from dilated_attention_pytorch.workbench.children import command_line, describe_exit, last_line
-from dilated_attention_pytorch.workbench.exactness import NAMES, ExactnessCheck, tolerance
 
 WORLD = 2
 _PROGRAM = "from dilated_attention_pytorch.workbench.ring_rank import main; main()"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dilated_attention_pytorch.api import attention
 from dilated_attention_pytorch.distributed import shard_sequence
-from dilated_attention_pytorch.workbench.exactness import PATTERN, Example, compare
+from dilated_attention_pytorch.workbench.backend_checks import PATTERN, Example, compare
 
 
 def main() -> None:
