@@ -40,7 +40,7 @@ class KernelRates:
 # The forward overlaps exponentials with products, so that less than one per pair is seen. A backward also computes delta.
 HOPPER = KernelRates(0.9, 0.68, 1.8, 3.2e-6, 5.7e-6, 14e-6)
 # Without warps that only load, and with three products for one of float32.
-PORTABLE = KernelRates(0.28, 0.68, 1.8, 3.2e-6, 5.7e-6, 14e-6)
+PORTABLE = KernelRates(0.3, 0.68, 1.8, 3.2e-6, 5.7e-6, 14e-6)
 LAUNCH_S = 6e-6  # of a kernel behind another one
 HOST_S = {False: 160e-6, True: 810e-6}  # of a single call, without and with gradients: results/h200_dispatch.json
 BANDWIDTH = 0.8  # the share of the memory bandwidth that elementwise operators reach
