@@ -8,12 +8,9 @@ the CUDA context, is not counted.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 
-import torch
-
-from dilated_attention_pytorch.backends.gpu.launch_plan import PARTIAL_ELEMENTS, find_launch_plan
-from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, joint_config
+from dilated_attention_pytorch.backends.gpu.launch_plan import PARTIAL_ELEMENTS, partial_rows
+from dilated_attention_pytorch.backends.hopper.configs import joint_config
 from dilated_attention_pytorch.distributed.own_rows import OwnRows
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.models import LongNetConfig
@@ -23,7 +20,6 @@ from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.workbench.plan_ranks import RankWork
 from dilated_attention_pytorch.workbench.plan_settings import PlanSettings
 
-CPU = torch.device("cpu")
 TABLES = ("hopper", "triton")  # backends with kernels over launch tables
 
 
@@ -81,14 +77,6 @@ def _sizes(settings: PlanSettings, rows: int) -> _Sizes:
         each * settings.heads, each * settings.key_heads, settings.batch * rows * settings.heads, element,
         accumulate_dtype(settings.torch_dtype).itemsize,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def _partial_rows(problem: Problem, head_dim: int, by_keys: bool, separate: bool = False) -> int:
-    plan = find_launch_plan(
-        problem, block=ITEM_ROWS, by_keys=by_keys, head_dim=head_dim, device=CPU, separate=separate
-    )  # fmt: skip
-    return plan.partial_rows
 
 
 def _problem(settings: PlanSettings, work: RankWork) -> Problem:
@@ -155,7 +143,7 @@ def _forward(settings: PlanSettings, work: RankWork, backend: str, s: _Sizes) ->
         return rounded + max(partial + partial // settings.head_dim, s.rows * s.sum_element), 0
     if not isinstance(settings.pattern, Dilated):
         return (rounded if ring else 0), 0
-    rows = _partial_rows(_problem(settings, work), settings.head_dim, False)
+    rows = partial_rows(_problem(settings, work), by_keys=False, head_dim=settings.head_dim)
     if not ring:
         return rows * (settings.head_dim + 1) * 4, 0
     partial = max(rows, _message_partial_rows(settings, work)) * (settings.head_dim + 1) * 4
@@ -175,8 +163,8 @@ def _backward(settings: PlanSettings, work: RankWork, backend: str, s: _Sizes) -
         return statistics + (sums if ring else 0), gradients
     problem, d = _problem(settings, work), settings.head_dim
     joint = backend == "hopper" and joint_config(problem, d) is not None
-    by_keys = 2 * d * 4 * _partial_rows(problem, d, True, joint)
-    by_queries = 0 if joint else d * 4 * _partial_rows(problem, d, False)
+    by_keys = 2 * d * 4 * partial_rows(problem, by_keys=True, head_dim=d)
+    by_queries = 0 if joint else d * 4 * partial_rows(problem, by_keys=False, head_dim=d)
     if joint:
         statistics += s.rows * 4  # counters
     if ring:

@@ -1,6 +1,6 @@
 """What one rank computes, receives and sends, exactly and without a plan for every rank.
 
-The rank with most to do is simulated. With up to 64 ranks all are looked at. With more, two are: the one that receives most
+The rank with most to do is simulated. With up to 16 ranks all are looked at. With more, two are: the one that receives most
 by the counts of all ranks, and the first one, which sends most if causal.
 """
 
@@ -24,7 +24,7 @@ from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.workbench.plan_settings import PlanSettings
 
-ALL_RANKS = 64
+ALL_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True)

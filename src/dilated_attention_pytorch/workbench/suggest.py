@@ -71,7 +71,7 @@ def _reasons(pattern: Dilated, tokens: int, key_heads: int) -> Iterator[str]:
     yield f"the last segment covers the sequence: {pattern.segment_lengths[-1]:,} positions for {tokens:,} tokens"
     above = [r for r in rates if r > key_heads]
     if above:
-        read = ", ".join(f"{min(1.0, key_heads / r):.1%} at rate {r}" for r in above)
+        read = ", ".join(f"{key_heads / r:.2%} at rate {r}" for r in above)
         yield (
             f"rates {', '.join(map(str, above))} are above the {key_heads} key heads: in these branches the heads together "
             f"read {read}; more heads would read more, and shorter last segments would reach less"
@@ -106,7 +106,7 @@ def pattern_warnings(pattern: Dilated, tokens: int, key_heads: int) -> tuple[str
     >>> for text in pattern_warnings(Dilated([512, 8192], [2, 24]), 65536, 8): print(text)
     no branch has rate 1: rows that no branch gives to a head meet no key, and their output is 0; add a dense branch
     tiles of branch 512/2 have 256 rows, tiles of branch 8192/24 have 342 rows: below 512 a GPU loses speed; use a larger w / r
-    rate 24 is above the 8 key heads: in that branch 66.7% of positions are read by no head
+    some rates are above the 8 key heads, which together read only a share of positions: 33.33% at rate 24
     no segment covers the sequence: the longest has 8,192 of 65,536 positions, and tokens of two segments never meet
     """
     found, rates = [], pattern.dilation_rates
@@ -118,11 +118,10 @@ def pattern_warnings(pattern: Dilated, tokens: int, key_heads: int) -> tuple[str
     short = [f"tiles of branch {w}/{r} have {rows} rows" for w, r, rows in tiles if rows < min(SHORT_TILE, tokens)]
     if short:
         found.append(f"{', '.join(short)}: below {SHORT_TILE} a GPU loses speed; use a larger w / r")
-    for r in sorted({r for r in rates if r > key_heads}):
-        found.append(
-            f"rate {r} is above the {key_heads} key heads: in that branch {1 - key_heads / r:.1%} of positions are read by "
-            "no head"
-        )
+    above = sorted({r for r in rates if r > key_heads})
+    if above:
+        read = ", ".join(f"{key_heads / r:.2%} at rate {r}" for r in above)
+        found.append(f"some rates are above the {key_heads} key heads, which together read only a share of positions: {read}")
     uneven = [f"{a} and {b}" for a, b in pairwise(sorted(set(rates))) if b % a]
     if uneven:
         found.append(f"rates {', '.join(uneven)} do not divide one another: their partial results are added separately")
