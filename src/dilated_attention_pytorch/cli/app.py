@@ -19,6 +19,7 @@ from rich.table import Table
 from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
 from dilated_attention_pytorch.cli.outputs import check_file, check_picture, device_name, make_folder, save_picture
+from dilated_attention_pytorch.cli.plan import plan
 from dilated_attention_pytorch.cli.show import ORDERS, make_order, make_view
 from dilated_attention_pytorch.cli.stream import stream
 from dilated_attention_pytorch.cli.streams import interruptible
@@ -122,6 +123,7 @@ def show(
         console.print(f"  {name:<9}  {view.perimeter(drawn):10,.1f}")
 
 
+app.command()(plan)
 app.command()(stream)
 app.command()(train)
 app.command()(score)
