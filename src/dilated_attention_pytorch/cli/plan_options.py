@@ -46,7 +46,7 @@ class PlanOptions:
     rates: Annotated[
         str | None, typer.Option("--rates", "--dilation-rates", help="As many integers as segment lengths.")
     ] = None
-    blocks: Annotated[str | None, typer.Option(help="A block-sparse pattern in place of segments: local_window, ...")] = None
+    blocks: Annotated[str | None, typer.Option(help="A block-sparse pattern instead: local_window, ...")] = None
     ratio: Annotated[float, typer.Option(help="Of --blocks: the share of blocks that is computed.")] = 0.1
     block_size: Annotated[int, typer.Option(help="Of --blocks.")] = 128
     causal: Annotated[bool, typer.Option("--causal", help="A token sees itself and earlier tokens only.")] = False
@@ -123,9 +123,9 @@ def make_settings(options: PlanOptions) -> PlanSettings:
     if heads < 1 or kv_heads < 1:
         raise ValueError(f"heads must be positive, got {heads} and {kv_heads} key heads")
     return PlanSettings(
-        tokens=tokens, pattern=_pattern(options, config, tokens, kv_heads), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        batch=options.batch, dtype=options.dtype, is_causal=options.causal, train=options.train, gpus=options.gpus,
-        machine=make_machine(options), layout=options.layout, transport=options.transport, model=config,
+        tokens=tokens, pattern=_pattern(options, config, tokens, kv_heads), heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim, batch=options.batch, dtype=options.dtype, is_causal=options.causal, train=options.train,
+        gpus=options.gpus, machine=make_machine(options), layout=options.layout, transport=options.transport, model=config,
     )  # fmt: skip
 
 
@@ -156,9 +156,8 @@ def _sizes(options: PlanOptions, config: LongNetConfig | None) -> tuple[int, int
             raise ValueError("--model has heads and a head size; leave out --heads, --kv-heads and --head-dim")
         return config.num_heads, config.key_heads, config.head_dim
     heads = 32 if options.heads is None else options.heads
-    return (
-        heads, heads if options.kv_heads is None else options.kv_heads, 128 if options.head_dim is None else options.head_dim
-    )  # fmt: skip
+    kv_heads = heads if options.kv_heads is None else options.kv_heads
+    return heads, kv_heads, 128 if options.head_dim is None else options.head_dim
 
 
 def _pattern(options: PlanOptions, config: LongNetConfig | None, tokens: int, key_heads: int) -> Dilated | BlockSparse:

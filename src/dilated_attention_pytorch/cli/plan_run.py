@@ -57,8 +57,7 @@ def run_plan(options: PlanOptions) -> None:
             if device is not None:
                 measured = _measure(settings, device, console, quiet=options.quiet)
                 settings = replace(settings, machine=measured.machine)
-            counts = powers(MOST_GPUS if options.scale or options.plot is not None else settings.gpus)
-            counts = tuple(x for x in sorted({*counts, settings.gpus}) if x <= settings.tokens)
+            counts = _counts(settings, every=options.scale or options.plot is not None)
             with show_progress(console, len(counts), "{:,} steps", quiet=options.quiet) as report:
                 for point in _points(settings, counts):
                     points.append(point)
@@ -76,6 +75,13 @@ def run_plan(options: PlanOptions) -> None:
     outputs.draw(lambda: _picture(found))
     if not found.fits:
         end(_does_not_fit(found), 1)
+
+
+def _counts(settings: PlanSettings, *, every: bool) -> tuple[int, ...]:
+    """The numbers of GPUs to show: powers of two up to all, or up to those asked for; of many only powers of four."""
+    shown = powers(MOST_GPUS if every else settings.gpus)
+    shown = shown[::2] if not every and len(shown) > 7 else shown
+    return tuple(x for x in sorted({*shown, settings.gpus}) if x <= settings.tokens)
 
 
 def _points(settings: PlanSettings, counts: tuple[int, ...]) -> Any:
@@ -120,7 +126,7 @@ def _does_not_fit(found: PlanReport) -> str:
     if found.longest:
         ways.append(f"{found.longest:,} tokens on {settings.gpus:,} GPU{'s' * (settings.gpus > 1)}")
     if not ways:
-        return f"{text}No length and no number of GPUs up to {MOST_GPUS:,} fits; use a GPU with more memory, or a smaller model."
+        return f"{text}Nothing fits up to {MOST_GPUS:,} GPUs; use a GPU with more memory, or a smaller model."
     return f"{text}What fits: {', or '.join(ways)}."
 
 
@@ -207,5 +213,3 @@ def _branches(proposal: Suggestion, name: str) -> Table:
             f"{x.cost:.1%}", f"{x.coverage:.1%}", f"{x.reach:,}",
         )  # fmt: skip
     return table
-
-

@@ -43,7 +43,8 @@ def seconds_text(seconds: float) -> str:
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= factor:
             value = seconds / factor
-            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}" if value < 10 else f"{value:.1f} {unit}"
+            digits = 0 if value >= 100 else 1 if value >= 10 else 2
+            return f"{value:,.{digits}f} {unit}"
     return "0 s"
 
 
@@ -55,8 +56,8 @@ def call_title(settings: PlanSettings) -> str:
     )  # fmt: skip
     what = "one call" if settings.model is None else f"{settings.model.num_layers} layers"
     mode = f"{', causal' * settings.is_causal}{', training' * settings.train}"
-    batch = "" if settings.batch == 1 else f"{settings.batch} x "
-    return f"{batch}{settings.tokens:,} tokens, {heads} of size {settings.head_dim}, {settings.dtype}, {what}{mode}, on {gpus}"
+    tokens = f"{settings.batch} x " * (settings.batch > 1) + f"{settings.tokens:,} tokens"
+    return f"{tokens}, {heads} of size {settings.head_dim}, {settings.dtype}, {what}{mode}, on {gpus}"
 
 
 def _time_text(x: TimeParts) -> str:
@@ -135,9 +136,10 @@ def scale_table(points: Sequence[ScalePoint]) -> Table:
     for name in ("GPUs", "time", "speed-up", "memory", "received", "transport", "longest that fits"):
         table.add_column(name, justify="right", no_wrap=True)
     for x in points:
+        faster, longest = points[0].seconds / max(x.seconds, 1e-12), "-" if x.longest is None else f"{x.longest:,}"
         table.add_row(
-            f"{x.gpus:,}", seconds_text(x.seconds), f"{points[0].seconds / max(x.seconds, 1e-12):,.1f}",
-            bytes_text(x.memory), bytes_text(x.received), x.transport or "-", "-" if x.longest is None else f"{x.longest:,}",
+            f"{x.gpus:,}", seconds_text(x.seconds), f"{faster:,.1f}", bytes_text(x.memory), bytes_text(x.received),
+            x.transport or "-", longest,
         )  # fmt: skip
     return table
 

@@ -167,8 +167,8 @@ def transport_reason(settings: PlanSettings, work: RankWork) -> str:
     if settings.transport != "auto":
         return f"{work.transport} was asked for"
     texts = {
-        "ring": "a rank waits for one message after the other and has memory for two in each direction; all messages at once "
-        f"would take more than {MEMORY_SHARE:.1%} of a rank's tensors, or would not be faster",
+        "ring": "a rank waits for one message after the other and has memory for two in each direction; all messages at "
+        f"once would take more than {MEMORY_SHARE:.1%} of a rank's tensors, or would not be faster",
         "allgather": f"all messages at once take less than {MEMORY_SHARE:.1%} of a rank's tensors, and a rank waits once",
         "ulysses": "one dense segment: exchanging heads brings fewer bytes than rows",
     }

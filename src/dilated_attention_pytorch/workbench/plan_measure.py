@@ -56,7 +56,8 @@ def measure_machine(settings: PlanSettings, device: torch.device) -> Iterator[tu
     yield "attention forward", None
     tokens = 2**16 if on_gpu else 2048
     case = PlanSettings(
-        tokens=tokens, pattern=Dilated([2048], [1]), heads=8, head_dim=settings.head_dim, dtype=settings.dtype, machine=machine
+        tokens=tokens, pattern=Dilated([2048], [1]), heads=8, head_dim=settings.head_dim, dtype=settings.dtype,
+        machine=machine,
     )  # fmt: skip
     forward, backward = _attention_calls(case, device)
     forward_s = median_seconds(forward, device)
@@ -67,8 +68,9 @@ def measure_machine(settings: PlanSettings, device: torch.device) -> Iterator[tu
     machine = replace(
         machine, forward_factor=forward_s / predicted[0], backward_factor=max(backward_s, forward_s / 2) / predicted[1]
     )  # fmt: skip
+    peak = None if known is None else known.matmul(settings.dtype) / 1e12
     rates = (
-        MeasuredRate("matrix products, TFLOP/s", matmul / 1e12, None if known is None else known.matmul(settings.dtype) / 1e12),
+        MeasuredRate("matrix products, TFLOP/s", matmul / 1e12, peak),
         MeasuredRate("copies, GB/s", bandwidth / 1e9, None if known is None else known.bandwidth / 1e9),
         MeasuredRate("attention forward, ms", forward_s * 1e3, predicted[0] * 1e3),
         MeasuredRate("attention backward, ms", backward_s * 1e3, predicted[1] * 1e3),
@@ -96,10 +98,11 @@ def _attention_calls(case: PlanSettings, device: torch.device) -> tuple[Callable
     """A forward, and a forward with its backward."""
     shape = (1, case.tokens, case.heads, case.head_dim)
     tensors = [torch.randn(shape, dtype=case.torch_dtype, device=device).requires_grad_() for _ in range(3)]
-    dout = torch.randn_like(tensors[0])
+    query, key, value = tensors
+    dout = torch.randn_like(query)
 
     def forward() -> object:
         with torch.no_grad():
-            return attention(*tensors, case.pattern)
+            return attention(query, key, value, case.pattern)
 
-    return forward, lambda: torch.autograd.grad(attention(*tensors, case.pattern), tensors, dout)
+    return forward, lambda: torch.autograd.grad(attention(query, key, value, case.pattern), tensors, dout)

@@ -200,10 +200,10 @@ def model_memory(settings: PlanSettings, work: RankWork, backend: str) -> Memory
     config = settings.model
     assert config is not None
     count, n, e = parameters(config), settings.batch * work.rows, settings.torch_dtype.itemsize
-    width, key, inner = config.embed_dim, config.key_heads * config.head_dim, config.ffn_dim
+    width, inner = config.embed_dim, config.ffn_dim
     if not settings.train:
         call = attention_memory(settings, work, backend, backward=False)
-        # The states in front of the layer and inside, their norm, and in the feed-forward network an inner tensor and the next.
+        # The states in front of the layer and inside, their norm, and in the feed-forward network two inner tensors.
         ffn = n * e * (3 * width + 2 * inner)
         attention = n * e * 2 * width + call.total
         if ffn >= attention:

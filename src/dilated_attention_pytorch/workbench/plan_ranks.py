@@ -81,9 +81,9 @@ def _meta(settings: PlanSettings) -> tuple[torch.Tensor, torch.Tensor]:
 def explained(settings: PlanSettings, *, sharded: bool = False) -> Explanation:
     """What ``explain`` says of the call on one GPU, or on all if ``sharded``."""
     query, key = _meta(settings)
-    ranks = {"world_size": settings.gpus, "layout": settings.layout} if sharded else {}
     return explain(
-        query, key, key, settings.pattern, is_causal=settings.is_causal, device=settings.machine.target, **ranks
+        query, key, key, settings.pattern, is_causal=settings.is_causal, device=settings.machine.target,
+        world_size=settings.gpus if sharded else None, layout=settings.layout if sharded else None,
     )  # fmt: skip
 
 
@@ -116,6 +116,9 @@ def rank_work(settings: PlanSettings) -> RankWork:
     )
     transport = choose_transport(costs) if settings.transport == "auto" else settings.transport
     if transport == "ulysses":
+        reasons = why_not_heads(call, shards)
+        if reasons:
+            raise ValueError("heads cannot be exchanged (--transport ulysses): " + "; ".join(reasons))
         return _heads_work(settings, call, shards)
     ranks = range(settings.gpus)
     looked_at = ranks if settings.gpus <= ALL_RANKS else {0, int(by_rank.argmax())}
@@ -180,8 +183,7 @@ def _row_work(settings: PlanSettings, schedule: DilatedSchedule, rank: int, buck
                 tiles[q_rows, k_rows / parts] += parts
     copies = settings.batch * settings.key_heads
     element, returned = (
-        2 * settings.head_dim * copies * x.itemsize
-        for x in (settings.torch_dtype, accumulate_dtype(settings.torch_dtype))
+        2 * settings.head_dim * copies * x.itemsize for x in (settings.torch_dtype, accumulate_dtype(settings.torch_dtype))
     )
     received, sent = (sum(x for (_, side), x in rows.items() if side == arrives) for arrives in (True, False))
     near = sum(x for (peer, arrives), x in rows.items() if arrives and peer // node == rank // node)

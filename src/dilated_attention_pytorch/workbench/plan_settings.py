@@ -91,7 +91,7 @@ class PlanSettings:
             return
         if self.gpus > 1 and self.pattern.is_adaptive:
             raise ValueError(
-                "what GPUs send in an adaptive pattern follows from the content of a sequence: plan one GPU, or another type"
+                "what GPUs send in an adaptive pattern follows from the content: plan one GPU, or another type"
             )
         config, blocks = self.pattern.config, -(-self.tokens // self.pattern.block_size)
         ratio = 1.0 if config is None else config.sparsity_ratio

@@ -63,10 +63,10 @@ def suggest(tokens: int, key_heads: int, *, is_causal: bool = False) -> Suggesti
 def _reasons(pattern: Dilated, tokens: int, key_heads: int) -> Iterator[str]:
     rates = pattern.dilation_rates
     if len(rates) == 1:
-        yield f"one dense segment: {tokens:,} tokens are not more than {LOCAL:,}, where dense attention is as fast and exact"
+        yield f"one dense segment: {tokens:,} tokens are not more than {LOCAL:,}, where dense attention is as fast"
         return
     yield f"the first branch is dense: every token meets those of its segment of {LOCAL:,}"
-    yield f"w / r stays {LOCAL:,}: tiles of {SHORT_TILE} rows and more are fast, and each branch costs less than the one before"
+    yield f"w / r stays {LOCAL:,}, so that tiles are long, and each branch costs less than the one before"
     yield "rates divide one another, so that a denser branch has the rows of a sparser one and adds its result"
     yield f"the last segment covers the sequence: {pattern.segment_lengths[-1]:,} positions for {tokens:,} tokens"
     above = [r for r in rates if r > key_heads]
@@ -105,30 +105,31 @@ def pattern_warnings(pattern: Dilated, tokens: int, key_heads: int) -> tuple[str
 
     >>> for text in pattern_warnings(Dilated([512, 8192], [2, 24]), 65536, 8): print(text)
     no branch has rate 1: rows that no branch gives to a head meet no key, and their output is 0; add a dense branch
-    tiles of branch 512/2 have 256 rows, tiles of branch 8192/24 have 342 rows: below 512 a GPU loses speed; use a larger w / r
-    some rates are above the 8 key heads, which together read only a share of positions: 33.33% at rate 24
+    tiles of branch 512/2 have 256 rows, of branch 8192/24 have 342 rows: below 512 a GPU loses speed; use a larger w / r
+    rates above the 8 key heads, which together read only a share of positions: 33.33% at rate 24
     no segment covers the sequence: the longest has 8,192 of 65,536 positions, and tokens of two segments never meet
     """
     found, rates = [], pattern.dilation_rates
     if 1 not in rates:
         found.append(
-            "no branch has rate 1: rows that no branch gives to a head meet no key, and their output is 0; add a dense branch"
+            "no branch has rate 1: rows that no branch gives to a head meet no key, and their output is 0; add a dense "
+            "branch"
         )
     tiles = [(w, r, -(-min(w, tokens) // r)) for w, r in pattern.branches]
-    short = [f"tiles of branch {w}/{r} have {rows} rows" for w, r, rows in tiles if rows < min(SHORT_TILE, tokens)]
+    short = [f"of branch {w}/{r} have {rows} rows" for w, r, rows in tiles if rows < min(SHORT_TILE, tokens)]
     if short:
-        found.append(f"{', '.join(short)}: below {SHORT_TILE} a GPU loses speed; use a larger w / r")
+        found.append(f"tiles {', '.join(short)}: below {SHORT_TILE} a GPU loses speed; use a larger w / r")
     above = sorted({r for r in rates if r > key_heads})
     if above:
         read = ", ".join(f"{key_heads / r:.2%} at rate {r}" for r in above)
-        found.append(f"some rates are above the {key_heads} key heads, which together read only a share of positions: {read}")
+        found.append(f"rates above the {key_heads} key heads, which together read only a share of positions: {read}")
     uneven = [f"{a} and {b}" for a, b in pairwise(sorted(set(rates))) if b % a]
     if uneven:
         found.append(f"rates {', '.join(uneven)} do not divide one another: their partial results are added separately")
     longest = max(pattern.segment_lengths)
     if longest < tokens:
         found.append(
-            f"no segment covers the sequence: the longest has {longest:,} of {tokens:,} positions, and tokens of two segments "
-            "never meet"
+            f"no segment covers the sequence: the longest has {longest:,} of {tokens:,} positions, and tokens of two "
+            "segments never meet"
         )
     return tuple(found)
