@@ -26,11 +26,12 @@ def run(*arguments: str, code: int = 0):
 
 def test_json_and_picture(tmp_path):
     result = run(
-        *SMALL, "--gpus", "4", "--train", "--segments", "2048,131072", "--rates", "1,8", "--json", str(tmp_path / "plan.json"),
-        "--plot", str(tmp_path / "plan.svg"), "--gpus-per-node", "2",
+        *SMALL, "--gpus", "4", "--train", "--segments", "2048,131072", "--rates", "1,8", "--json",
+        str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.svg"), "--gpus-per-node", "2",
     )  # fmt: skip
     figures = json.loads((tmp_path / "plan.json").read_text())
-    assert figures["pattern"] == [[2048, 1], [131072, 8]] and figures["fits"]
+    assert figures["pattern"] == [[2048, 1], [131072, 8]]
+    assert figures["fits"]
     memory = figures["memory_bytes"]
     assert memory["total"] == sum(size for name, size in memory.items() if name != "total")
     assert memory["query"] == 25_000 * 8 * 64 * 2
@@ -40,13 +41,15 @@ def test_json_and_picture(tmp_path):
     assert figures["work"]["backward_flops"] == figures["work"]["forward_flops"] * 5 // 2
     assert [x["gpus"] for x in figures["scaling"]] == [2**i for i in range(13)]
     assert b"<svg" in (tmp_path / "plan.svg").read_bytes()
-    assert "buffers of messages" in result.output and "longest that fits" in result.output
+    assert "buffers of messages" in result.output
+    assert "longest that fits" in result.output
 
 
 def test_suggest():
     result = run("plan", "--suggest", "--tokens", "20k", "--heads", "12", "--segments", "512", "--rates", "2")
     assert "--segments 2048,8192,24576 --rates 1,4,12" in result.output
-    assert "below 512 a GPU loses speed" in result.output and "no branch has rate 1" in result.output
+    assert "below 512 a GPU loses speed" in result.output
+    assert "no branch has rate 1" in result.output
     result = run("plan", "--suggest", "--tokens", "20k", "--heads", "12", "--json", "-", "--quiet")
     assert json.loads(result.stdout)["suggestion"]["pattern"] == [[2048, 1], [8192, 4], [24576, 12]]
 
@@ -66,7 +69,8 @@ def test_a_gpu_by_numbers():
 
 def test_a_model():
     result = run("plan", "--tokens", "1Mi", "--gpu", "h200", "--model", "small", "--train", "--checkpoint", "--causal")
-    assert "training step" in result.output and "optimizer" in result.output
+    assert "training step" in result.output
+    assert "optimizer" in result.output
 
 
 @pytest.mark.parametrize(
@@ -107,4 +111,5 @@ def test_measured_rates_are_printed_beside_those_of_the_table():
     result = run(
         "plan", "--tokens", "4k", "--heads", "2", "--head-dim", "16", "--dtype", "float32", "--measure", "--device", "cpu"
     )
-    assert "measured on CPU" in result.output and "from the table" in result.output
+    assert "measured on CPU" in result.output
+    assert "from the table" in result.output

@@ -7,23 +7,28 @@ import pytest
 from dilated_attention_pytorch.backends import targets
 from dilated_attention_pytorch.hardware import GPUS, LINKS, find_gpu, find_link, reported_gpu
 
-NAMES = """v100 t4 a100 a100-80 a10 a40 l4 l40s rtx3090 rtx4090 rtx5090 h100 h100-pcie h100-nvl h200 gh200 b200 b300
-gtx1080""".split()
+NAMES = (
+    "v100", "t4", "a100", "a100-80", "a10", "a40", "l4", "l40s", "rtx3090", "rtx4090", "rtx5090", "h100", "h100-pcie",
+    "h100-nvl", "h200", "gh200", "b200", "b300", "gtx1080",
+)  # fmt: skip
 
 
 def test_the_table_has_the_gpus_with_a_source_each():
     assert sorted(GPUS) == sorted(NAMES)
     for gpu in GPUS.values():
-        assert gpu.source and gpu.half >= gpu.tf32 >= gpu.float32 / 2
-        assert 10**9 < gpu.bandwidth < 10**13 and gpu.memory % 10**9 == 0
-        assert gpu.pcie in LINKS and (gpu.nvlink is None or gpu.nvlink in LINKS)
+        assert gpu.source
+        assert gpu.half >= gpu.tf32 >= gpu.float32 / 2
+        assert 10**9 < gpu.bandwidth < 10**13
+        assert gpu.memory % 10**9 == 0
+        assert gpu.pcie in LINKS
+        assert gpu.nvlink is None or gpu.nvlink in LINKS
         # Tensor cores do so many operations per clock and multiprocessor; a wrong unit is off by powers of ten.
         assert 100 <= gpu.half / gpu.multiprocessors / gpu.clock <= 9000, gpu.name
     assert all(link.source and 1e9 < link.bandwidth < 1e12 and 0 < link.latency < 1e-3 for link in LINKS.values())
 
 
 def test_targets_read_the_table():
-    assert targets.GPUS == {name: gpu.capability for name, gpu in GPUS.items()}
+    assert {name: gpu.capability for name, gpu in GPUS.items()} == targets.GPUS
     assert targets.find_target("cuda:rtx5090").capability == (12, 0)
 
 

@@ -16,7 +16,14 @@ from dilated_attention_pytorch.hardware import find_gpu
 from dilated_attention_pytorch.measure import peak_extra_bytes
 from dilated_attention_pytorch.models import LongNetConfig, LongNetDecoder
 from dilated_attention_pytorch.workbench.plan import (
-    backend_of, fits, longest_tokens, make_report, memory_of, powers, scale, seconds_of,
+    backend_of,
+    fits,
+    longest_tokens,
+    make_report,
+    memory_of,
+    powers,
+    scale,
+    seconds_of,
 )  # fmt: skip
 from dilated_attention_pytorch.workbench.plan_memory import attention_memory, model_memory, parameters
 from dilated_attention_pytorch.workbench.plan_ranks import explained, rank_bounds, rank_work
@@ -25,7 +32,7 @@ from dilated_attention_pytorch.workbench.suggest import LOCAL, pattern_warnings,
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from plan_check import MEMORY_BAR, TIME_BAR, checked  # noqa: E402
+from plan_check import MEMORY_BAR, TIME_BAR, checked
 
 LONGNET = Dilated([2048, 8192, 32768, 131072], [1, 4, 16, 64])
 H200, CPU = Machine(find_gpu("h200")), torch.device("cpu")
@@ -66,15 +73,15 @@ def test_exchange_of_heads():
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_of_a_call_on_a_cpu(backward):
     """Counted by the allocator, for a call that fills more than the smallest partial results."""
-    q, k, v = (torch.randn(1, 16384, heads, 64).requires_grad_() for heads in (8, 4, 4))
-    pattern, dout = Dilated([1024, 16384], [1, 16]), torch.ones_like(q)
+    q, k, v = (torch.randn(1, 8192, heads, 64).requires_grad_() for heads in (8, 4, 4))
+    pattern, dout = Dilated([512, 8192], [1, 16]), torch.ones_like(q)
 
     def call():
         out = attention(q, k, v, pattern)
         return torch.autograd.grad(out, (q, k, v), dout) if backward else out
 
     own = settings(
-        tokens=16384, pattern=pattern, kv_heads=4, dtype="float32", machine=STOCK, train=backward
+        tokens=8192, pattern=pattern, kv_heads=4, dtype="float32", machine=STOCK, train=backward
     )  # fmt: skip
     parts = attention_memory(own, rank_work(own), "sdpa", backward=backward)
     extra = parts.extra - (parts.query if backward else 0)  # the gradient of the output is given
@@ -104,8 +111,8 @@ def test_memory_of_a_training_step_on_a_cpu():
     tokens = torch.randint(64, (1, 4097))
     measured = peak_extra_bytes(lambda: model.loss(tokens[:, :-1], tokens[:, 1:]).backward(), CPU)
     own = settings(
-        tokens=4096, pattern=config.pattern, heads=4, head_dim=32, dtype="float32", is_causal=True, train=True, model=config,
-        machine=STOCK,
+        tokens=4096, pattern=config.pattern, heads=4, head_dim=32, dtype="float32", is_causal=True, train=True,
+        model=config, machine=STOCK,
     )  # fmt: skip
     parts = model_memory(own, rank_work(own), "sdpa")
     assert parameters(config) == sum(p.numel() for p in model.parameters())
@@ -135,7 +142,7 @@ def test_time_grows_with_everything():
 
 
 def test_slower_links_take_longer():
-    fast = settings(gpus=16, tokens=2**20)
+    fast = settings(gpus=16, tokens=2**20, pattern=Dilated([2048, 2**20], [1, 16]))
     slow = replace(fast, machine=Machine(find_gpu("h200"), gpus_per_node=2))
     assert rank_work(slow).received == rank_work(fast).received
     assert rank_work(slow).received_near < rank_work(fast).received_near
@@ -147,9 +154,10 @@ def test_slower_links_take_longer():
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(gpus, train):
     own = settings(gpus=gpus, train=train, tokens=10**6)
     longest = longest_tokens(own)
-    assert fits(own.on(gpus, longest)) and not fits(own.on(gpus, int(1.01 * longest)))
+    assert fits(own.on(gpus, longest))
+    assert not fits(own.on(gpus, int(1.01 * longest)))
     exact, bounds = (memory_of(own, f(own), "hopper").total for f in (rank_work, rank_bounds))
-    assert bounds == pytest.approx(exact, rel=0.02)
+    assert exact * 0.99 <= bounds <= exact * 1.05
 
 
 def test_a_model_that_is_too_large_fits_with_no_length():
@@ -163,13 +171,16 @@ def test_scaling_divides_work_and_memory():
     points = list(scale(settings(tokens=2**20, train=True), powers(16)))
     assert [x.gpus for x in points] == [1, 2, 4, 8, 16]
     assert all(b.seconds < a.seconds and b.memory < a.memory and b.longest > a.longest for a, b in pairwise(points))
-    assert points[0].transport is None and points[0].received == 0
+    assert points[0].transport is None
+    assert points[0].received == 0
 
 
 def test_a_billion_tokens_on_4096_gpus():
     own = settings(tokens=10**9, pattern=suggest(10**9, 8).pattern, gpus=4096, is_causal=True)
     report = make_report(own)
-    assert report.fits and 0 < report.seconds < 1 and report.longest > 10**9
+    assert report.fits
+    assert 0 < report.seconds < 1
+    assert report.longest > 10**9
 
 
 def test_block_sparse_patterns():

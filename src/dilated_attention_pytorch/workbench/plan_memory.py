@@ -129,7 +129,7 @@ def _stock_partial(settings: PlanSettings, work: RankWork, s: _Sizes) -> int:
 
 def _message_partial_rows(settings: PlanSettings, work: RankWork) -> int:
     """Rows of partial results of one message: every crossing branch has those of its queries."""
-    rows = sum(-(-work.rows // rate) for rate in work.crossing) * settings.heads * settings.batch
+    rows = sum(work.crossing) * settings.heads * settings.batch
     return min(rows, PARTIAL_ELEMENTS // settings.head_dim)
 
 

@@ -6,6 +6,7 @@ by the counts of all ranks, and the first one, which sends most if causal.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,6 +26,7 @@ from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.workbench.plan_settings import PlanSettings
 
 ALL_RANKS = 16
+_COUNTED_RANKS = 64  # up to which lengths are tried with the counts of all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class RankWork:
     sent: int  # bytes of a forward
     messages: int  # that the rank waits for in a forward, one after the other
     message_rows: int  # of the largest message, times samples and key heads
-    crossing: tuple[int, ...]  # rates of branches with rows of other ranks
+    crossing: tuple[int, ...]  # by branch with rows of other ranks: the query rows that meet those of a message
 
 
 def meta_call(settings: PlanSettings) -> Call:
@@ -98,28 +100,13 @@ def rank_work(settings: PlanSettings) -> RankWork:
     """
     if not isinstance(settings.pattern, Dilated):
         return _block_work(settings)
-    call = replace(meta_call(settings), device=torch.device("cuda" if settings.machine.gpu.capability[0] else "cpu"))
     shards = Shards.even(settings.tokens, settings.gpus, settings.layout)
     schedule = DilatedSchedule(settings.pattern, shards, settings.key_heads, settings.is_causal)
     if settings.gpus == 1:
         return RankWork(0, settings.tokens, None, _own_tiles(settings, schedule, 0), (), 0, 0, 0, 0, 0, 0, ())
-    call = replace(call, sharding=Sharding(None, shards, transport=settings.transport))
-    bucket = default_bucket_size(shards, call.device.type)
-    holdings = Holdings.of(whole_problem(call, settings.tokens), shards)
-    by_rank = holdings.received(settings.gpus, is_causal=settings.is_causal)
-    most, element = int(by_rank.max()) * settings.key_heads, 2 * settings.head_dim * call.dtype.itemsize
-    costs = Costs(
-        bytes=most * element,
-        messages=sum(messages_by_round(holdings, settings.gpus, bucket)),
-        shard_bytes=2 * shards.longest * (call.heads + call.key_heads) * call.batch * call.head_dim * call.dtype.itemsize,
-        ulysses_bytes=None if why_not_heads(call, shards) else max(received_bytes(call, shards)),
-    )
-    transport = choose_transport(costs) if settings.transport == "auto" else settings.transport
+    transport, by_rank, bucket = _chosen_transport(settings, shards)
     if transport == "ulysses":
-        reasons = why_not_heads(call, shards)
-        if reasons:
-            raise ValueError("heads cannot be exchanged (--transport ulysses): " + "; ".join(reasons))
-        return _heads_work(settings, call, shards)
+        return _heads_work(settings, shards)
     ranks = range(settings.gpus)
     looked_at = ranks if settings.gpus <= ALL_RANKS else {0, int(by_rank.argmax())}
     works = [_row_work(settings, schedule, rank, bucket) for rank in looked_at]
@@ -133,28 +120,69 @@ def rank_work(settings: PlanSettings) -> RankWork:
     )
 
 
+def _sharded_call(settings: PlanSettings, shards: Shards) -> Call:
+    """The call of a rank."""
+    device = torch.device("cuda" if settings.machine.gpu.capability[0] else "cpu")
+    return replace(meta_call(settings), sharding=Sharding(None, shards, transport=settings.transport), device=device)
+
+
+def _chosen_transport(settings: PlanSettings, shards: Shards) -> tuple[str, torch.Tensor, int]:
+    """The transport as a call chooses it, the rows times samples that each rank receives, and the rows of a message."""
+    call = _sharded_call(settings, shards)
+    bucket = default_bucket_size(shards, call.device.type)
+    holdings = Holdings.of(whole_problem(call, settings.tokens), shards)
+    by_rank = holdings.received(settings.gpus, is_causal=settings.is_causal)
+    reasons, item = why_not_heads(call, shards), call.dtype.itemsize
+    if settings.transport == "ulysses" and reasons:
+        raise ValueError("heads cannot be exchanged (--transport ulysses): " + "; ".join(reasons))
+    costs = Costs(
+        bytes=int(by_rank.max()) * settings.key_heads * 2 * settings.head_dim * item,
+        messages=sum(messages_by_round(holdings, settings.gpus, bucket)),
+        shard_bytes=2 * shards.longest * (call.heads + call.key_heads) * call.batch * call.head_dim * item,
+        ulysses_bytes=None if reasons else max(received_bytes(call, shards)),
+    )
+    return choose_transport(costs) if settings.transport == "auto" else settings.transport, by_rank, bucket
+
+
 def rank_bounds(settings: PlanSettings) -> RankWork:
-    """What decides about the memory of a rank, without a look at other ranks: bounds that a middle rank reaches."""
+    """What decides about the memory of the rank that receives most, without a look at its single messages."""
     pattern, shards = settings.pattern, Shards.even(settings.tokens, settings.gpus, settings.layout)
     if not isinstance(pattern, Dilated) or settings.gpus == 1:
         return rank_work(settings)
-    rank, rows, copies = settings.gpus // 2, shards.longest, settings.batch * settings.key_heads
-    chunk = max(map(len, shards.chunks[rank]))
+    few = settings.gpus <= _COUNTED_RANKS
+    transport, rank, copies = settings.transport, settings.gpus - 1, settings.batch * settings.key_heads
+    if few:
+        transport, by_rank, bucket = _chosen_transport(settings, shards)
+        rank = int(by_rank.argmax())
+    else:
+        bucket = default_bucket_size(shards, "cuda" if settings.machine.gpu.capability[0] else "cpu")
+    if transport == "ulysses":
+        return _heads_work(settings, shards)
     schedule = DilatedSchedule(pattern, shards, settings.key_heads, settings.is_causal)
-    crossing = [(min(w, settings.tokens), r) for w, r in pattern.branches if w > chunk]
-    element = 2 * settings.head_dim * settings.torch_dtype.itemsize * copies
-    received = sum(max(0, w - rows) // r for w, r in crossing) * element
-    shard = 2 * rows * (settings.heads + settings.key_heads) * settings.batch * settings.head_dim
-    small = 2 * received <= MEMORY_SHARE * shard * settings.torch_dtype.itemsize
-    transport = settings.transport
+    crossing: dict[int, int] = defaultdict(int)  # by branch: rows of queries in a segment that other ranks hold as well
+    rows = received_rows = 0  # of the largest message, if it is not cut; of all of them
+    for number, (w, r) in enumerate(pattern.branches):
+        shared = 0
+        for chunk in shards.chunks[rank]:
+            for start in {x // w * w for x in (chunk.start, chunk.stop - 1)}:
+                stop = min(start + w, settings.tokens)
+                inside = min(chunk.stop, stop) - max(chunk.start, start)
+                if inside < stop - start:
+                    crossing[number] = max(crossing[number], -(-inside // r))
+                    others = max(chunk.start, start) - start if settings.is_causal else stop - start - inside
+                    shared = max(shared, min(len(chunk), others))
+                    received_rows += -(-others // r)
+        rows += -(-shared // r)
+    element = 2 * settings.head_dim * settings.torch_dtype.itemsize * settings.key_heads
+    received = int(by_rank[rank]) * element if few else received_rows * element * settings.batch
     if transport == "auto":
-        transport = "allgather" if small and settings.gpus > 2 else "ring"
-    bucket = default_bucket_size(shards, "cuda" if settings.machine.gpu.capability[0] else "cpu")
+        shard = 2 * shards.longest * (settings.heads + settings.key_heads) * settings.batch * settings.head_dim
+        all_at_once = 2 * received <= MEMORY_SHARE * shard * settings.torch_dtype.itemsize
+        transport = "allgather" if all_at_once else "ring"
     return RankWork(
-        rank=rank, rows=rows, transport=transport, own=_own_tiles(settings, schedule, rank), remote=(), received=received,
-        received_near=0, backward_received=0, sent=received, messages=0,
-        message_rows=min(bucket, sum(-(-rows // r) for _, r in crossing)) * copies,
-        crossing=tuple(sorted(r for _, r in crossing)),
+        rank=rank, rows=shards.longest, transport=transport, own=_own_tiles(settings, schedule, rank), remote=(),
+        received=received, received_near=0, backward_received=0, sent=received, messages=0,
+        message_rows=min(bucket, rows) * copies, crossing=tuple(sorted(crossing.values())),
     )  # fmt: skip
 
 
@@ -169,16 +197,16 @@ def _own_tiles(settings: PlanSettings, schedule: DilatedSchedule, rank: int) -> 
 
 def _row_work(settings: PlanSettings, schedule: DilatedSchedule, rank: int, bucket: int) -> RankWork:
     """What a rank does if rows travel; the transport is not known yet."""
-    branches, node = schedule.pattern.branches, settings.machine.gpus_per_node
+    node = settings.machine.gpus_per_node
     rows: dict[tuple[int, bool], int] = defaultdict(int)  # by peer, and whether it is received
     tiles: dict[tuple[float, float], float] = defaultdict(float)
-    crossing = set()
+    crossing: dict[int, int] = defaultdict(int)
     for transfer in schedule.of_rank(rank):
         arrives = transfer.target == rank
         rows[transfer.source if arrives else transfer.target, arrives] += transfer.rows
         if arrives:
-            crossing.add(branches[transfer.branch][1])
             for q_rows, k_rows in _remote_rows(schedule, rank, transfer):
+                crossing[transfer.branch] = max(crossing[transfer.branch], math.ceil(q_rows))
                 parts = max(1.0, k_rows / bucket)
                 tiles[q_rows, k_rows / parts] += parts
     copies = settings.batch * settings.key_heads
@@ -199,7 +227,7 @@ def _row_work(settings: PlanSettings, schedule: DilatedSchedule, rank: int, buck
         sent=sent * element,
         messages=sum(-(-x // bucket) for (_, arrives), x in rows.items() if arrives),
         message_rows=max((min(bucket, x) for x in rows.values()), default=0) * copies,
-        crossing=tuple(sorted(crossing)),
+        crossing=tuple(sorted(crossing.values())),
     )
 
 
@@ -215,8 +243,9 @@ def _remote_rows(schedule: DilatedSchedule, rank: int, transfer: Transfer) -> li
     return found
 
 
-def _heads_work(settings: PlanSettings, call: Call, shards: Shards) -> RankWork:
+def _heads_work(settings: PlanSettings, shards: Shards) -> RankWork:
     """A rank with the whole sequence for its share of heads."""
+    call = _sharded_call(settings, shards)
     forward, backward = (received_bytes(call, shards, backward=x) for x in (False, True))
     share = -(-settings.key_heads // settings.gpus) * (settings.heads // settings.key_heads)
     tile = Tiles(settings.tokens, settings.tokens, settings.is_causal, share * settings.batch)
@@ -243,5 +272,5 @@ def _block_work(settings: PlanSettings) -> RankWork:
         rank=0, rows=rows, transport=traffic.transport, own=(own,), remote=(), received=traffic.bytes,
         received_near=traffic.bytes if ranks <= settings.machine.gpus_per_node else 0,
         backward_received=traffic.backward_bytes, sent=traffic.bytes, messages=traffic.waits,
-        message_rows=-(-most // max(1, traffic.waits)), crossing=(1,) if most else (),
+        message_rows=-(-most // max(1, traffic.waits)), crossing=(rows,) if most else (),
     )  # fmt: skip
