@@ -24,25 +24,31 @@ def run(*arguments: str, code: int = 0):
     return result
 
 
-def test_json_and_picture(tmp_path):
+def test_json(tmp_path):
     result = run(
-        *SMALL, "--gpus", "4", "--train", "--segments", "2048,131072", "--rates", "1,8", "--json",
-        str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.svg"), "--gpus-per-node", "2",
+        "plan", "--tokens", "131072", "--heads", "8", "--head-dim", "64", "--gpu", "h200", "--gpus", "4", "--train",
+        "--segments", "2048,131072", "--rates", "1,8", "--gpus-per-node", "2", "--json", str(tmp_path / "plan.json"),
     )  # fmt: skip
     figures = json.loads((tmp_path / "plan.json").read_text())
     assert figures["pattern"] == [[2048, 1], [131072, 8]]
     assert figures["fits"]
     memory = figures["memory_bytes"]
     assert memory["total"] == sum(size for name, size in memory.items() if name != "total")
-    assert memory["query"] == 25_000 * 8 * 64 * 2
-    # Every other rank sends its rows of rate 8: 3,125 of 8 heads of 64 numbers of 2 bytes, for keys and values.
-    assert figures["messages"]["forward_bytes"] == 3 * 3125 * 8 * 64 * 2 * 2
-    assert figures["messages"]["forward_bytes_inside_node"] == 3125 * 8 * 64 * 2 * 2
+    assert memory["query"] == 32768 * 8 * 64 * 2
+    # Every other rank sends its rows of rate 8: 4,096 of 8 heads of 64 numbers of 2 bytes, for keys and values.
+    assert figures["messages"]["forward_bytes"] == 3 * 4096 * 8 * 64 * 2 * 2
+    assert figures["messages"]["forward_bytes_inside_node"] == 4096 * 8 * 64 * 2 * 2
     assert figures["work"]["backward_flops"] == figures["work"]["forward_flops"] * 5 // 2
-    assert [x["gpus"] for x in figures["scaling"]] == [2**i for i in range(13)]
-    assert b"<svg" in (tmp_path / "plan.svg").read_bytes()
+    assert [x["gpus"] for x in figures["scaling"]] == [1, 2, 4]
     assert "buffers of messages" in result.output
     assert "longest that fits" in result.output
+
+
+def test_picture(tmp_path):
+    """From 1 to 4,096 GPUs, as far as each has a token."""
+    run("plan", "--tokens", "40", "--heads", "2", "--head-dim", "16", "--plot", str(tmp_path / "plan.svg"), "--quiet")
+    assert b"<svg" in (tmp_path / "plan.svg").read_bytes()
+    assert [x.name for x in tmp_path.iterdir()] == ["plan.svg"]
 
 
 def test_suggest():
