@@ -138,7 +138,8 @@ def test_time_grows_with_everything():
         assert times[1] > times[0], changes
     tokens = [2**i for i in range(8, 24)]
     times = [seconds_of(x, rank_work(x), "hopper") for x in (settings(tokens=n, train=True) for n in tokens)]
-    assert all(a < b for a, b in pairwise(times))
+    assert all(a <= b for a, b in pairwise(times))
+    assert times[0] == 810e-6 < times[-5] < times[-1]  # the host needs a time for any call
 
 
 def test_slower_links_take_longer():

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.workbench.plan_memory import MemoryParts, attention_memory, model_memory
 from dilated_attention_pytorch.workbench.plan_ranks import RankWork, explained, meta_call, rank_bounds, rank_work
 from dilated_attention_pytorch.workbench.plan_settings import MOST_TOKENS, PlanSettings
-from dilated_attention_pytorch.workbench.plan_time import TimeParts, attention_seconds, model_seconds
+from dilated_attention_pytorch.workbench.plan_time import HOST_S, TimeParts, attention_seconds, model_seconds
 from dilated_attention_pytorch.workbench.suggest import pattern_warnings
 
 _PRECISION = 1 / 512  # of the longest sequence
@@ -55,7 +55,7 @@ class PlanReport:
         """Of what is asked: a step of a model, or a call with its backward if training."""
         if self.step is not None:
             return self.step.total
-        return self.forward.total + (0.0 if self.backward is None else self.backward.total)
+        return at_least(self.settings, self.forward.total + (0.0 if self.backward is None else self.backward.total))
 
     @property
     def fits(self) -> bool:
@@ -84,7 +84,12 @@ def seconds_of(settings: PlanSettings, work: RankWork, backend: str) -> float:
     if settings.model is not None:
         return model_seconds(settings, work, backend).total
     both = (False, True) if settings.train else (False,)
-    return sum(attention_seconds(settings, work, backend, backward=x).total for x in both)
+    return at_least(settings, sum(attention_seconds(settings, work, backend, backward=x).total for x in both))
+
+
+def at_least(settings: PlanSettings, seconds: float) -> float:
+    """The time of a call on a GPU, which is not less than what the host needs to launch it."""
+    return max(seconds, HOST_S[settings.train]) if settings.machine.gpu.capability[0] else seconds
 
 
 def fits(settings: PlanSettings, backend: str | None = None) -> bool:

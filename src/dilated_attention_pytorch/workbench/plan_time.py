@@ -42,7 +42,7 @@ HOPPER = KernelRates(0.9, 0.68, 1.8, 3.2e-6, 5.7e-6, 14e-6)
 # Without warps that only load, and with three products for one of float32.
 PORTABLE = KernelRates(0.3, 0.68, 1.8, 3.2e-6, 5.7e-6, 14e-6)
 LAUNCH_S = 6e-6  # of a kernel behind another one
-HOST_S = {False: 160e-6, True: 810e-6}  # of a single call, without and with gradients: results/h200_dispatch.json
+HOST_S = {False: 160e-6, True: 810e-6}  # of the host for a call: results/h200_dispatch.json
 BANDWIDTH = 0.8  # the share of the memory bandwidth that elementwise operators reach
 LINEAR = 0.7  # the share of the peak of matrix products that linear layers reach
 LINK = 0.8  # the share of a link's bandwidth that long messages reach
