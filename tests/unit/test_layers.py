@@ -14,6 +14,7 @@ PACKAGE = "dilated_attention_pytorch"
 ROOT = Path(dilated_attention_pytorch.__file__).parent
 # Each line may import from itself and from the lines above it. Inside a package, `ORDER` has further lines.
 LAYERS = (
+    ("hardware",),
     ("batching", "dtypes", "integers", "dispatch", "measure", "shards", "lengths", "jagged"),
     ("patterns",),
     ("orders",),
@@ -40,6 +41,7 @@ WITHOUT_TORCH = (
     "plan/dropout.py",
     "integers.py",
     "shards.py",
+    "hardware.py",
     "distributed/schedules.py",
 )
 BACKENDS = ("reference", "eager", "sdpa", "triton", "hopper")

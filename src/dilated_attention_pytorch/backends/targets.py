@@ -10,22 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dilated_attention_pytorch import hardware
 from dilated_attention_pytorch.values import Inputs
 
 # Compute capabilities of GPUs by name.
-GPUS = {
-    "v100": (7, 0),
-    "t4": (7, 5),
-    "a100": (8, 0),
-    "a10": (8, 6),
-    "a40": (8, 6),
-    "l4": (8, 9),
-    "l40s": (8, 9),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "b200": (10, 0),
-    "b300": (10, 3),
-}
+GPUS = {name: gpu.capability for name, gpu in hardware.GPUS.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, c
 from dilated_attention_pytorch.cli.doctor import doctor
 from dilated_attention_pytorch.cli.maxlen import maxlen
 from dilated_attention_pytorch.cli.outputs import Outputs, check_file, device_name, make_folder, save_picture, versions
+from dilated_attention_pytorch.cli.plan import plan
 from dilated_attention_pytorch.cli.show_commands import show
 from dilated_attention_pytorch.cli.stream import stream
 from dilated_attention_pytorch.cli.streams import interruptible
@@ -101,6 +102,7 @@ def demo(
 
 
 app.add_typer(show, name="show")
+app.command()(plan)
 app.command()(stream)
 app.command()(train)
 app.command()(score)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from dilated_attention_pytorch.hardware import reported_gpu
 from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.plan.tiles import compile_plan
 
-# FLOP/s of dense matrix products in bfloat16, of the vendors' data sheets. The first name that fits counts.
-PEAKS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12,
-    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12,
-}  # fmt: skip
-
 
 def peak_of(device: torch.device) -> tuple[str, float] | None:
-    """The name of a GPU and its largest rate; None for a CPU and for a GPU that the table does not have."""
+    """The name of a GPU and its largest rate in bfloat16; None for a CPU and for a GPU that the table does not have."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next(((key, peak) for key, peak in PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
+    found = reported_gpu(torch.cuda.get_device_name(device))
+    return None if found is None else (found.name.upper(), found.half)
 
 
 def attention_flops(config: LongNetConfig, context: int) -> int:

@@ -104,6 +104,11 @@ def find_launch_plan(
     return found
 
 
+def partial_rows(problem: Problem, *, by_keys: bool, head_dim: int) -> int:
+    """The rows of partial results that a launch plan of this problem has, without its tables."""
+    return _Builder(problem, SUM_ROWS, by_keys, max(1, PARTIAL_ELEMENTS // head_dim)).partial_rows
+
+
 # Tables of long batches of documents take megabytes on the device, and most training steps have new ones.
 @lru_cache(maxsize=48)
 def _launch_plan(
