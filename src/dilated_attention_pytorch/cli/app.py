@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from dilated_attention_pytorch import __version__
+from dilated_attention_pytorch.cli.bench import bench
 from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
 from dilated_attention_pytorch.cli.outputs import check_file, check_picture, device_name, make_folder, save_picture
 from dilated_attention_pytorch.cli.show import ORDERS, make_order, make_view
@@ -125,6 +126,7 @@ def show(
 app.command()(stream)
 app.command()(train)
 app.command()(score)
+app.command()(bench)
 
 
 def _check_output(path: Path, kind: str) -> None:
