@@ -20,6 +20,7 @@ from dilated_attention_pytorch import __version__
 from dilated_attention_pytorch.cli.bench import bench
 from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
 from dilated_attention_pytorch.cli.outputs import check_file, check_picture, device_name, make_folder, save_picture
+from dilated_attention_pytorch.cli.profile import profile
 from dilated_attention_pytorch.cli.show import ORDERS, make_order, make_view
 from dilated_attention_pytorch.cli.stream import stream
 from dilated_attention_pytorch.cli.streams import interruptible
@@ -127,6 +128,7 @@ app.command()(stream)
 app.command()(train)
 app.command()(score)
 app.command()(bench)
+app.command()(profile)
 
 
 def _check_output(path: Path, kind: str) -> None:
