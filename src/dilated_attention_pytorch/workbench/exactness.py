@@ -100,7 +100,8 @@ def small_errors(method: BenchMethod) -> Errors:
     *inputs, dout = problem.tensors()
     if not method.backward:
         with torch.no_grad():
-            return errors_of([method.run(problem, *inputs)], problem)
+            out = method.run(problem, *inputs)
+        return errors_of([out], problem)
     return errors_of(with_gradients(partial(method.run, problem), inputs, dout), problem)
 
 
