@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dilated_attention_pytorch.cli.bench import BenchOptions
+from dilated_attention_pytorch.cli.bench_options import BenchOptions
 from dilated_attention_pytorch.cli.demo import choose_device
 from dilated_attention_pytorch.cli.outputs import Outputs, device_name, end, parse_count, versions
 from dilated_attention_pytorch.cli.progress import show_progress

@@ -26,7 +26,7 @@ from dilated_attention_pytorch.cli.outputs import (
     versions,
     write_file,
 )
-from dilated_attention_pytorch.cli.profile import ProfileOptions
+from dilated_attention_pytorch.cli.profile_options import ProfileOptions
 from dilated_attention_pytorch.cli.progress import show_progress
 from dilated_attention_pytorch.cli.streams import interruptible
 from dilated_attention_pytorch.cli.train_run import process_group
