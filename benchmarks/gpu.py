@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from baselines import METHODS
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch import Dilated, attention, attention_weights
-from dilated_attention_pytorch.measure import peak_extra_bytes
+from dilated_attention_pytorch.measure import peak_extra_bytes, turn_seconds
 from dilated_attention_pytorch.plan.tiles import compile_plan
 
 GPU = torch.device("cuda")
@@ -109,19 +108,8 @@ def milliseconds(call, repeats: int = 7) -> float:
 
 
 def steady_milliseconds(call, seconds: float = 0.5) -> float:
-    """The mean time of queued calls, as in training, after as many that are not counted.
-
-    Attention brings an H200 to its power limit of 700 W. Its clock is then 7 to 20 % below that of the first
-    milliseconds. Kernels are compared in that state.
-    """
-    calls = max(3, math.ceil(seconds * 1e3 / milliseconds(call, 1)))
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for event in (start, stop):
-        for _ in range(calls):
-            call()
-        event.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / calls
+    """The mean time of queued calls, as in training, after as many that are not counted."""
+    return 1e3 * turn_seconds(call, GPU, seconds)
 
 
 def rested_milliseconds(call) -> float:

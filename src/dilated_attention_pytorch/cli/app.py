@@ -18,11 +18,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from dilated_attention_pytorch import __version__
+from dilated_attention_pytorch.cli.bench import bench
 from dilated_attention_pytorch.cli.demo import HEAD_DIM, HEADS, Row, Settings, choose_device, make_settings, measure
 from dilated_attention_pytorch.cli.doctor import doctor
 from dilated_attention_pytorch.cli.maxlen import maxlen
 from dilated_attention_pytorch.cli.outputs import Outputs, check_file, device_name, make_folder, save_picture, versions
 from dilated_attention_pytorch.cli.plan import plan
+from dilated_attention_pytorch.cli.profile import profile
 from dilated_attention_pytorch.cli.show_commands import show
 from dilated_attention_pytorch.cli.stream import stream
 from dilated_attention_pytorch.cli.streams import interruptible
@@ -101,13 +103,15 @@ def demo(
         _save(console, figure, path, "folder")
 
 
-app.add_typer(show, name="show")
+app.command()(doctor)
 app.command()(plan)
+app.command()(bench)
+app.command()(profile)
+app.command()(maxlen)
+app.add_typer(show, name="show")
 app.command()(stream)
 app.command()(train)
 app.command()(score)
-app.command()(maxlen)
-app.command()(doctor)
 
 
 def _check_output(path: Path, kind: str) -> None:
