@@ -43,7 +43,12 @@ def show_pattern(options: PatternOptions) -> None:
     def figures(view: PatternView) -> dict[str, Any]:
         return {"multiplicity": [view.multiplicity(head).tolist() for head in range(view.key_heads)]}
 
-    _show_dilated(options, text, figures, "multiplicity_picture")
+    def picture(view: PatternView) -> Figure:
+        from dilated_attention_pytorch.cli.show_pictures import multiplicity_picture  # imports matplotlib
+
+        return multiplicity_picture(view)
+
+    _show_dilated(options, text, figures, picture)
 
 
 def show_segments(options: PatternOptions) -> None:
@@ -62,7 +67,12 @@ def show_segments(options: PatternOptions) -> None:
         offsets = [[view.pattern.offset(h, view.key_heads, r) for h in heads] for r in view.pattern.dilation_rates]
         return {"rows_by_branch_and_head": reads, "offsets_by_branch_and_head": offsets}
 
-    _show_dilated(options, text, figures, "segments_picture")
+    def picture(view: PatternView) -> Figure:
+        from dilated_attention_pytorch.cli.show_pictures import segments_picture  # imports matplotlib
+
+        return segments_picture(view)
+
+    _show_dilated(options, text, figures, picture)
 
 
 def show_blocks(options: BlocksOptions) -> None:
@@ -82,7 +92,7 @@ def show_blocks(options: BlocksOptions) -> None:
         "config": view.config.spec, "tokens": view.tokens, "is_causal": view.is_causal, "computed": view.computed,
         "visible": view.visible, "key_blocks": [row.nonzero().flatten().tolist() for row in view.mask()],
     })  # fmt: skip
-    outputs.draw(lambda: _picture("blocks_picture", view))
+    outputs.draw(lambda: _blocks_picture(view))
 
 
 def show_ring(options: RingOptions) -> None:
@@ -112,7 +122,7 @@ def show_ring(options: RingOptions) -> None:
         "layout": view.layout, "is_causal": view.is_causal, "sizes": asdict(sizes), "balance": view.balance(),
         "ranks": ranks,
     })  # fmt: skip
-    outputs.draw(lambda: _picture("ring_picture", view))
+    outputs.draw(lambda: _ring_picture(view))
 
 
 @contextlib.contextmanager
@@ -128,7 +138,7 @@ def _show_dilated(
     options: PatternOptions,
     text: Callable[[PatternView, Console], None],
     figures: Callable[[PatternView], dict[str, Any]],
-    picture: str,
+    picture: Callable[[PatternView], Figure],
 ) -> None:
     outputs = Outputs(options.json, options.plot, options.quiet)
     with reported():
@@ -141,14 +151,19 @@ def _show_dilated(
         else:
             console.print(f"{view.tokens:,} tokens are too many for text; draw them with --plot FILE.")
     outputs.write({"pattern": view.pattern.spec, "tokens": view.tokens, "is_causal": view.is_causal} | figures(view))
-    outputs.draw(lambda: _picture(picture, view))
+    outputs.draw(lambda: picture(view))
 
 
-def _picture(name: str, view: object) -> Figure:
-    from dilated_attention_pytorch.cli import show_pictures  # imports matplotlib
+def _blocks_picture(view: BlocksView) -> Figure:
+    from dilated_attention_pytorch.cli.show_pictures import blocks_picture  # imports matplotlib
 
-    figure: Figure = getattr(show_pictures, name)(view)
-    return figure
+    return blocks_picture(view)
+
+
+def _ring_picture(view: RingView) -> Figure:
+    from dilated_attention_pytorch.cli.show_pictures import ring_picture  # imports matplotlib
+
+    return ring_picture(view)
 
 
 def _dilated(options: PatternOptions | RingOptions) -> Dilated:
