@@ -134,6 +134,29 @@ def summary(runs: list[dict]) -> list[dict]:
     return found
 
 
+def plot(picture: Path, rows: list[dict], runs: list[dict]) -> None:
+    """Bits per base over the context: the mean of the seeds as a line, and each run as a point."""
+    from matplotlib.figure import Figure  # only the picture needs it
+
+    figure = Figure(figsize=(7, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for dense, color, name in ((False, "#1f5fa8", "dilated"), (True, "#c8551b", "dense")):
+        means = [row for row in rows if (row["attention"] == "dense") == dense]
+        points = [run for run in runs if run["dense"] == dense]
+        x = [row["context"] for row in means]
+        axes.plot(x, [row["bits_per_base"] for row in means], "-o", color=color, label=f"{name} attention, mean")
+        axes.plot([r["context"] for r in points], [r["bits_per_base"] for r in points], "x", color=color, label="one seed")
+    contexts = sorted({row["context"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, labels=[f"{x:,}" for x in contexts])
+    axes.minorticks_off()
+    axes.set(xlabel="context of training and evaluation, bases", ylabel="bits per held-out base")
+    axes.grid(color="#e4e4e4", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=150)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data/hs37chrXtrunc.fa.gz"))
@@ -152,6 +175,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--keep", type=Path, help="a folder that keeps the last checkpoint of every run")
     parser.add_argument("--out", type=Path, help="write the results to this JSON file, after each run")
+    parser.add_argument("--picture", type=Path, help="draw the results of --out into this file, if all its runs are there")
     options = parser.parse_args()
     if (options.minutes is None) == (options.steps is None):
         parser.error("give either --minutes or --steps")
@@ -203,6 +227,8 @@ def main() -> None:
                 if options.out:
                     options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(summary(runs), indent=1))
+    if options.picture:
+        plot(options.picture, summary(runs), runs)
 
 
 if __name__ == "__main__":
