@@ -153,7 +153,7 @@ def plot(picture: Path, rows: list[dict], runs: list[dict]) -> None:
     axes.set(xlabel="context of training and evaluation, bases", ylabel="bits per held-out base")
     axes.grid(color="#e4e4e4", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(picture, dpi=150)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from dilated_attention_pytorch.cli.plan_tables import bytes_text, seconds_text
 from dilated_attention_pytorch.workbench.plan import ScalePoint
@@ -32,12 +32,13 @@ def plan_picture(points: Sequence[ScalePoint], title: str, memory: int) -> Figur
         axes.set_xscale("log", base=2)
         axes.set_xlabel("GPUs")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-        if axes is not sent or several:
+        if axes is not sent:  # what a rank receives changes little
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(10, numticks=8))
+            axes.yaxis.set(major_locator=LogLocator(10, numticks=8), minor_formatter=NullFormatter())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _, text=text: text(x)))
         axes.grid(color="#e4e4e4", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
+    sent.set_ylim(bottom=0)
     for axes in (time, room):
         axes.legend(frameon=False, fontsize=8)
     return figure

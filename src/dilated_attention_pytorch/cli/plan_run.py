@@ -133,7 +133,8 @@ def _does_not_fit(found: PlanReport) -> str:
 def _picture(found: PlanReport) -> Figure:
     from dilated_attention_pytorch.cli.plan_picture import plan_picture  # imports matplotlib
 
-    return plan_picture(found.scaling, call_title(found.settings), found.settings.machine.gpu.memory)
+    gpu, call = found.settings.machine.gpu, call_title(found.settings).rpartition(", on ")[0]
+    return plan_picture(found.scaling, f"{call}, on GPUs {gpu.name}", gpu.memory)
 
 
 def _json(options: PlanOptions, found: PlanReport, measured: Measured | None) -> dict[str, Any]:
