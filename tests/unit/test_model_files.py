@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 
@@ -46,8 +47,20 @@ def test_the_package_reads_what_we_write(tmp_path):
     tensors = known_to_the_package(some_tensors())
     write_safetensors(tmp_path / "x", tensors, {"format": "pt"})
     same(safetensors.torch.load_file(tmp_path / "x"), tensors)
+    raw = (tmp_path / "x").read_bytes()
+    checksum = hashlib.sha256(raw[8 + int.from_bytes(raw[:8], "little") :]).hexdigest()
     with safetensors.safe_open(tmp_path / "x", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata() == {"format": "pt", "sha256": checksum}
+
+
+def test_a_changed_byte_of_the_data(tmp_path):
+    path = tmp_path / "x"
+    write_safetensors(path, {"a": torch.randn(3), "b": torch.randn(2, 2)}, {})
+    raw = path.read_bytes()
+    for place in range(len(raw) - 28, len(raw)):  # all 7 numbers
+        path.write_bytes(raw[:place] + bytes([raw[place] ^ 16]) + raw[place + 1 :])
+        with pytest.raises(ValueError, match=f"{path} is not a valid .* another checksum than the one that was written"):
+            read_safetensors(path)
 
 
 def test_we_read_what_the_package_writes(tmp_path):

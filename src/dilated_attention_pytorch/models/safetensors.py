@@ -1,12 +1,14 @@
 """Files of tensors in the format of the ``safetensors`` package, without a dependency.
 
 A file is the length of its header (8 bytes, little-endian), the header in JSON, and the data of all tensors without gaps.
-Nothing in a file is executed. Every number of the header is checked before data is read.
+Nothing in a file is executed. Every number of the header is checked before data is read. Files of this library have the
+SHA-256 of their data in the metadata, under ``sha256``, so that a changed byte is an error and not a wrong weight.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import math
 import os
@@ -28,11 +30,12 @@ _NAMES = {
 DTYPES_BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own in _NAMES.items() if hasattr(torch, own)}
 NAMES_BY_DTYPE = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 _MOST_HEADER = 100_000_000  # bytes, the limit of the safetensors package
+_CHECKSUM, _UNKNOWN = "sha256", "0" * 64
 
 
 def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write tensors to a file. It appears under its name when it is complete: no other program sees half of it."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": {**metadata, _CHECKSUM: _UNKNOWN}}
     # Larger elements first, so that every tensor is aligned to its own.
     named = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     start = 0
@@ -49,9 +52,14 @@ def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor
 
     def write(file: BinaryIO) -> None:
         file.write(struct.pack("<Q", len(text)) + text)
+        checksum = hashlib.sha256()
         for _, x in named:
             whole = x.detach().to("cpu").contiguous()  # the name keeps its memory until it is written
             file.write(_bytes(whole))
+            checksum.update(_bytes(whole))
+        # The checksum has the length of what stood for it. The metadata are the first entry of the header.
+        file.seek(8 + text.index(f'"{_CHECKSUM}":"{_UNKNOWN}"'.encode()) + len(f'"{_CHECKSUM}":"'))
+        file.write(checksum.hexdigest().encode())
 
     write_beside(Path(path), write)
 
@@ -76,9 +84,10 @@ def _bytes(x: Tensor) -> memoryview:
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file and its metadata. The file is mapped into memory; tensors are read when they are used.
+    """The tensors of a file and its metadata, without the checksum. The file is mapped into memory.
 
-    A file that is truncated or not valid raises a ValueError with its name.
+    A file that is truncated, not valid, or has other data than its checksum says raises a ValueError with its name. Files
+    of other programs have no checksum, and their tensors are read when they are used.
     """
     path = Path(path)
     size = path.stat().st_size
@@ -97,6 +106,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], d
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
         raise _broken(path, "its metadata must be strings by name")
+    checksum = metadata.pop(_CHECKSUM, None)
     entries = {name: _entry(path, name, entry) for name, entry in header.items()}
     _check_data(path, entries, size - 8 - length)
     if size == 8 + length:  # no tensor has elements
@@ -104,6 +114,8 @@ def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], d
         return empty, metadata
     mapped: Any = torch.UntypedStorage.from_file(str(path), False, size)
     data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(mapped)[8 + length :]
+    if checksum is not None and hashlib.sha256(_bytes(data)).hexdigest() != checksum:
+        raise _broken(path, "its data have another checksum than the one that was written with them; they have changed")
     tensors = {}
     for name, (dtype, shape, start, stop) in entries.items():
         own = data[start:stop]
