@@ -70,18 +70,30 @@ def test_python_blocks_run_by_themselves(block, tmp_path):
     assert [result.returncode for result in results] == [0] * world, "\n".join(result.stderr for result in results)
 
 
-def our_commands() -> list[tuple[Block, str]]:
-    """Lines of shell blocks that call the command, without ``demo``, which measures for minutes."""
-    lines = [(block, line.partition("#")[0].strip()) for block in blocks(("sh",)) for line in block.code.splitlines()]
-    return [(block, line) for block, line in lines if line.startswith("dilated-attention") and " demo" not in line]
+# Commands that measure take minutes, and so does a plan of 4,096 GPUs. Their options are checked, and other tests run them.
+TAKES_MINUTES = re.compile(r"dilated-attention (demo|bench|maxlen|profile)\b|--gpus 4096")
 
 
-@pytest.mark.parametrize(("block", "line"), our_commands(), ids=str)
-def test_commands_run(block, line, tmp_path):
+def our_commands() -> list[str]:
+    """Lines of shell blocks that call the command, each once."""
+    lines = [line.partition("#")[0].strip() for block in blocks(("sh",)) for line in block.code.splitlines()]
+    return [line for line in dict.fromkeys(lines) if line.startswith("dilated-attention")]
+
+
+@pytest.mark.parametrize("line", our_commands())
+def test_commands_run(line, tmp_path):
     pytest.importorskip("typer")
     pytest.importorskip("matplotlib")
-    (result,) = run("from dilated_attention_command import main; main()", *shlex.split(line)[1:], folder=tmp_path)
+    arguments = shlex.split(line)[1:] + ["--help"] * bool(TAKES_MINUTES.search(line))  # options are parsed before
+    (result,) = run("from dilated_attention_command import main; main()", *arguments, folder=tmp_path)
     assert result.returncode == 0, result.stderr
+
+
+def test_options_of_commands_with_help_are_parsed(tmp_path):
+    """``--help`` does not hide an option that a command does not have."""
+    pytest.importorskip("typer")
+    (result,) = run("from dilated_attention_command import main; main()", "bench", "--no-such", "--help", folder=tmp_path)
+    assert result.returncode == 2
 
 
 def test_readme_renders_without_a_git_host():

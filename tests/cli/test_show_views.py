@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import block_oracle
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.cli.app import app
-from dilated_attention_pytorch.workbench.views import RingSizes, RingView
+from dilated_attention_pytorch.workbench.ring_view import RingSizes, RingView
 
 ROOT = Path(__file__).parents[2]
 

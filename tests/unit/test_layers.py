@@ -117,7 +117,9 @@ def _needs_optional(module: str, seen: set[str]) -> bool:
     seen.add(module)
     path = ROOT.joinpath(*module.split(".")[1:])
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return any(_needs_optional(other, seen) for other, inside in _imports(path) if not inside)
+    parent = module.rpartition(".")[0]  # its __init__ runs first
+    others = [other for other, inside in _imports(path) if not inside] + [parent] * (parent != PACKAGE)
+    return any(_needs_optional(other, seen) for other in others)
 
 
 def _all_imports(path: Path) -> set[str]:

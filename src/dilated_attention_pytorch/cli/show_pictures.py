@@ -8,7 +8,8 @@ from matplotlib.colors import BoundaryNorm, ListedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from dilated_attention_pytorch.workbench.views import BlocksView, PatternView, RingView
+from dilated_attention_pytorch.workbench.ring_view import RingView
+from dilated_attention_pytorch.workbench.views import BlocksView, PatternView
 
 _READ, _COUNTS = "#1f5fa8", ["#ffffff", "#b5d0ea", "#5b94cb", "#123f7a"]
 _PANELS = 4  # panels of a line

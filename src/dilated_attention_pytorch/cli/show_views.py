@@ -15,10 +15,12 @@ from dilated_attention_pytorch.cli.outputs import Outputs, end, parse_count, par
 from dilated_attention_pytorch.cli.show_options import BlocksOptions, PatternOptions, RingOptions
 from dilated_attention_pytorch.patterns.blocks import SparsePatternConfig
 from dilated_attention_pytorch.patterns.dilated import OFFSET_RULES, Dilated
-from dilated_attention_pytorch.workbench.views import BlocksView, PatternView, RingSizes, RingStep, RingView
+from dilated_attention_pytorch.workbench.views import BlocksView, PatternView
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from dilated_attention_pytorch.workbench.ring_view import RingStep, RingView
 
 _TEXT_TOKENS = 64  # longer lines are not legible
 _TEXT_BLOCKS = 128
@@ -97,6 +99,8 @@ def show_blocks(options: BlocksOptions) -> None:
 
 def show_ring(options: RingOptions) -> None:
     """Print what each rank of a sharded sequence sends, receives and computes, step by step."""
+    from dilated_attention_pytorch.workbench.ring_view import RingSizes, RingView  # imports torch.distributed
+
     outputs = Outputs(options.json, options.plot, options.quiet)
     with reported():
         outputs.check()
