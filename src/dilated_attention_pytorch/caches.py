@@ -55,6 +55,9 @@ CACHES = (
     Cache("distributed.own_rows", "_across", "the tiles between different chunks of a rank"),
     Cache("distributed.own_rows", "_own_blocks", "the block lists of a rank's queries with its own keys"),
     Cache("distributed.own_rows", "_begin_with_blocks", "whether chunks begin with blocks"),
+    Cache("workbench.plan_ranks", "rank_work", "the work of ranks by the settings of a plan"),
+    Cache("workbench.peers", "_flex_mask", "masks of FlexAttention by pattern and sizes, four entries"),
+    Cache("workbench.peers", "_compiled_flex", "the compiled FlexAttention"),
     Cache("training.data", "_epoch", "the order of the windows of an epoch"),
     Cache("integrations.transformers.config", "_longnet", "configurations by the values of their fields"),
 )

@@ -103,7 +103,7 @@ def check_picture(option: str, path: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise an OSError if a file could not be written. Its content does not change."""
+    """Raise an OSError with this name if a file could not be written. Its content does not change."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if _is_special(path):
@@ -112,6 +112,9 @@ def check_file(path: Path) -> None:
     unfinished = _unfinished(path)
     try:
         unfinished.write_bytes(b"x")
+    except OSError as error:
+        error.filename = str(path)  # the name that the user knows
+        raise
     finally:
         unfinished.unlink(missing_ok=True)
 

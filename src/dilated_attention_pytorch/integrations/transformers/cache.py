@@ -254,7 +254,8 @@ class DilatedCache(Cache):
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from dilated_attention_pytorch.integrations.transformers import DilatedCache, apply
-    >>> config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4)
+    >>> sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 2}
+    >>> config = LlamaConfig(**sizes, num_attention_heads=4, eos_token_id=None)
     >>> model = apply(LlamaForCausalLM(config).eval(), segment_lengths=[8, 32], dilation_rates=[1, 4])
     >>> cache = DilatedCache(model.config)
     >>> tokens = model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=60, do_sample=False)
