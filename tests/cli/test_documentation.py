@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from programs import WITH_DYNAMO, WITH_TRANSFORMERS, of_ranks, run_together
+from programs import WITH_COMMAND, WITH_TRANSFORMERS, of_ranks, run_together
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -47,7 +47,7 @@ def run(
     # The interpreter of kernels, which the tests set, is not what a reader has.
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     each = [inherited | one for one in environments]
-    modules = WITH_TRANSFORMERS if "transformers import" in code else WITH_DYNAMO
+    modules = WITH_TRANSFORMERS if "transformers import" in code else WITH_COMMAND
     return run_together(code, *arguments, folder=folder, environments=each, modules=modules)
 
 

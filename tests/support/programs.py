@@ -2,9 +2,9 @@
 
     result = programs.run("print(1)", folder=tmp_path)      result.returncode, result.stdout, result.stderr
 
-One process imports PyTorch, and nothing of this package. It forks a child for each program. The child runs the program
-as ``__main__`` and ends like every interpreter: with its exit code, its traceback, its handlers of atexit. A program that
-must run before PyTorch is imported needs ``subprocess`` instead.
+One process imports PyTorch, and by default nothing of this package. It forks a child for each program. The child runs the
+program as ``__main__`` and ends like every interpreter: with its exit code, its traceback, its handlers of atexit.
+A program that must run before PyTorch is imported needs ``subprocess`` instead.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 WITH_DYNAMO = ("torch", "torch._dynamo")
 # For programs that use models of transformers: another 4 seconds.
 WITH_TRANSFORMERS = (*WITH_DYNAMO, "transformers.trainer", "transformers.models.llama.modeling_llama")
+# For programs of which nobody tests the import of this package: another second, and another for the command.
+WITH_COMMAND = (*WITH_DYNAMO, "dilated_attention_pytorch.cli.app", "matplotlib.figure")
 LIMIT_S = 300  # a program that takes longer ends with SIGALRM
 
 # Ctrl-C has its usual handler even if the tests run in the background, where a shell lets processes ignore it.
