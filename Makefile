@@ -12,11 +12,11 @@ OLDEST_TRANSFORMERS := $(VENV)/transformers-5.17.0
 help:
 	@echo "make demo      run dilated attention on a real text, next to dense attention"
 	@echo "make quick     run the tests for before a commit, in less than 3 minutes on 2 cores"
-	@echo "make test      run all tests that need no GPU, in less than 12 minutes on 2 cores"
+	@echo "make test      run all tests that need no GPU, in about 25 minutes on 2 cores"
 	@echo "make check     ruff and mypy"
 	@echo "make format    let ruff format and fix the sources"
 	@echo "make bench     measure on this machine's CPU; ARGS=\"--out FILE\" writes the results"
-	@echo "make seeds-report  reproduce the seed reports and write docs/seeds.md, in about 12 minutes"
+	@echo "make seeds-report  reproduce the seed reports and write docs/seeds.md, in up to 27 minutes"
 	@echo "make test-gpu  run the GPU tests with the python3 that holds torch, without installing"
 	@echo "make test-hf   run the tests of transformers with its oldest supported and its newest version"
 	@echo "make test-machine-code  compare the kernels' machine code with the numbers of the pinned Triton"
