@@ -50,4 +50,4 @@ def test_the_example_in_small(tmp_path):
     path = "examples/hf_finetune.py"
     assert len((ROOT / path).read_text().splitlines()) < 100
     out = run_file(path, "--short 32 --long 128 --steps 2 --long-steps 2 --width 64 --layers 1 --batch 2", tmp_path)
-    assert "segments [32, 128]: loss" in out
+    assert "'segments': [32, 128]" in out
