@@ -61,8 +61,9 @@ def test_a_failure_shows_the_traceback_and_the_pool_works_on(own_ranks, monkeypa
 
 
 def test_a_process_that_ends(own_ranks):
-    assert report_of(own_ranks, 2, leave, 0) == "rank 1 of 2: the process ended with code 0"
-    assert report_of(own_ranks, 2, leave, 3, leaving=[1]) == "rank 1 of 2: the process ended with code 3"
+    # Rank 0 may fail as well, because it loses its connection.
+    assert "rank 1 of 2: the process ended with code 0" in report_of(own_ranks, 2, leave, 0).splitlines()
+    assert "rank 1 of 2: the process ended with code 3" in report_of(own_ranks, 2, leave, 3, leaving=[1]).splitlines()
     own_ranks.run(2, leave, 0, leaving=[1])
     own_ranks.run(2, check_sum, 2)
     assert "rank 1 of 2: the process did not end" in report_of(own_ranks, 2, check_sum, 2, leaving=[1])
