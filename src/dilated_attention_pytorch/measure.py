@@ -79,8 +79,14 @@ def turn_seconds(call: Callable[[], Any], device: torch.device, seconds: float) 
 
 
 def _queued_seconds(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """The mean time of calls that are queued, by events."""
-    calls = max(3, math.ceil(seconds / median_seconds(call, device, 1)))
+    """The mean time of calls that are queued, by events.
+
+    A call that is longer than the turn is its own warm-up: one call that is not counted, and one that is.
+    """
+    once = median_seconds(call, device, 1)
+    if once >= seconds > 0.0:
+        return once
+    calls = max(3, math.ceil(seconds / once))
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     for event in (start, stop):
         for _ in range(calls):

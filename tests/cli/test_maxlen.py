@@ -191,3 +191,30 @@ def test_the_picture_shows_what_ran_and_what_did_not():
     assert [x.get_text() for x in memory.texts] == ["too slow"]
     limits = [axes.lines[-1].get_ydata()[0] for axes in (memory, seconds)]
     assert limits == [2.0, 60.0]
+
+
+GPU_PROGRAM = """
+import os, time
+from dilated_attention_pytorch.workbench import one_try
+from dilated_attention_pytorch.workbench.maxlen import TryResult
+def try_length(settings, tokens, started):
+    started()
+    if tokens == 7:
+        raise RuntimeError("CUDA error: an illegal memory access")
+    if tokens == 8:
+        time.sleep(60)
+    return TryResult(tokens, "ran", memory_bytes=os.getpid())
+one_try.try_length = try_length
+one_try.main()
+"""
+
+
+def test_tries_on_a_gpu_share_a_process_until_one_fails():
+    settings = TrySettings(device="cuda", seconds=1.0)
+    with Tries(settings, command=[sys.executable, "-c", GPU_PROGRAM]) as tries:
+        found = [tries.run(tokens) for tokens in (1, 2, 7, 3, 4, 8, 5)]
+    assert [x.outcome for x in found] == ["ran", "ran", "failed", "ran", "ran", "too slow", "ran"]
+    first, second, _, third, fourth, _, fifth = (x.memory_bytes for x in found)
+    assert first == second
+    assert third == fourth
+    assert len({first, third, fifth}) == 3

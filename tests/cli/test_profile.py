@@ -18,7 +18,7 @@ from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.cli import profile_run as command
 from dilated_attention_pytorch.cli.app import app
 from dilated_attention_pytorch.measure import peak_extra_bytes
-from dilated_attention_pytorch.workbench.profile_events import communication_of
+from dilated_attention_pytorch.workbench.profile_events import communication_of, operator_spans, operator_times
 from dilated_attention_pytorch.workbench.profile_run import make_task, profile_call
 from dilated_attention_pytorch.workbench.profile_values import ProfileSettings
 
@@ -108,6 +108,28 @@ def test_overlap_of_messages():
     assert communication_of(events[3:], "cpu") is None
     kernels = [event("ncclDevKernel_SendRecv", 0, 4, "CUDA"), event("kernel", 3, 5, "CUDA")]
     assert communication_of([*events[4:], *kernels], "cuda").overlapped_seconds == pytest.approx(1.0)
+
+
+def test_kernels_of_a_gpu_are_not_counted_twice():
+    """PyTorch adds the time of kernels to the operators that launch them, and names kernels with all template arguments."""
+
+    def average(key: str, device: str, host_us: float, device_us: float) -> SimpleNamespace:
+        times = {"self_cpu_time_total": host_us, "self_device_time_total": device_us}
+        return SimpleNamespace(key=key, count=1, device_type=SimpleNamespace(name=device), **times)
+
+    fill = "void at::native::(anonymous namespace)::fill_kernel<4, at::Fill<{}> >(int, float*)"
+    averages = [
+        average("dilated_attention::attend", "CPU", 900, 2000), average("Activity Buffer Request", "CPU", 800, 700),
+        average("forward_kernel", "CUDA", 0, 2000), average(fill.format("int"), "CUDA", 0, 30),
+        average(fill.format("float"), "CUDA", 0, 20), average("profile: forward", "CUDA", 0, 2100),
+    ]  # fmt: skip
+    kernels = operator_times(averages, "cuda", 5)
+    assert [(x.name, x.calls) for x in kernels] == [("forward_kernel", 1), ("at::native::fill_kernel", 2)]
+    assert [x.seconds for x in kernels] == pytest.approx([2e-3, 5e-5])
+    assert [x.name for x in operator_times(averages, "cpu", 1)] == ["dilated_attention::attend"]
+    events = [event("profile: forward", 1, 9), event("forward_kernel", 1, 2), event("forward_kernel", 3, 4, "CUDA")]
+    (span,) = operator_spans(events, kernels, "cuda")
+    assert (span.name, span.start, span.seconds) == ("forward_kernel", pytest.approx(2.0), pytest.approx(1.0))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def profile_picture(result: ProfileResult, title: str) -> Figure:
         timeline.broken_barh(spans, (y - 0.4, 0.8), color="#c8551b" if lane == _MESSAGES else "#1f5fa8", linewidth=0)
     timeline.set_yticks(range(len(lanes)), [_short(x) for x in lanes], fontsize=8)
     timeline.set(xlabel="milliseconds, with the profiler")
-    timeline.set_title("the longest operators, with the operators that they call", fontsize=9)
+    timeline.set_title("the longest operators, with the operators that they call; on a GPU the longest kernels", fontsize=9)
     timeline.invert_yaxis()
     for axes in (memory, timeline):
         axes.spines[["top", "right"]].set_visible(False)

@@ -5,11 +5,12 @@ It reads requests as lines of JSON, and it writes events as lines of JSON:
     {"event": "pid", "pid": 17}         the process of the try
     {"event": "started"}                everything is imported, and the time of the try begins
     {"event": "result", ...}            the outcome, unless the process is killed before
-    {"event": "exit", "code": 0}        how the process of a fork ended
+    {"event": "exit", "code": 0}        how the try ended
 
 On a CPU, this process imports PyTorch once, and every try is a fork of it. That is safe as long as this process computes
-nothing, so that PyTorch has started no threads. On a GPU, every try is a new process. CUDA cannot be used in a fork of a
-process that has initialised it, and a context is in an undefined state after some errors.
+nothing, so that PyTorch has started no threads. On a GPU, this process makes the tries itself, because CUDA cannot be used
+in a fork of a process that has initialised it. It ends after a try that did not run: a context is in an undefined state
+after some errors.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import sys
 import threading
 import time
@@ -38,6 +40,7 @@ from dilated_attention_pytorch.training.costs import peak_memory
 from dilated_attention_pytorch.workbench.maxlen import TryResult, TrySettings
 
 _WARM_UP_TOKENS = 64
+_POLL_S = 0.5
 # Parts of the messages of errors that are not of their own type.
 _NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "cannot allocate memory")
 
@@ -50,35 +53,52 @@ def main() -> None:
     def tell(event: dict[str, Any]) -> None:
         os.write(events, (json.dumps(event) + "\n").encode())
 
+    trying = threading.Event()
+    threading.Thread(target=_end_with_parent, args=(trying,), daemon=True).start()
     while line := sys.stdin.readline():
         request = json.loads(line)
         tokens, settings = request["tokens"], TrySettings(**request["settings"])
         if settings.device != "cpu":
-            _try_in_this_process(settings, tokens, tell)
-            return
+            trying.set()
+            ran = _try_in_this_process(settings, tokens, tell)
+            torch.cuda.empty_cache()
+            trying.clear()
+            if not ran:
+                return
+            tell({"event": "exit", "code": 0})
+            continue
         child = os.fork()
         if child == 0:
+            trying.set()
+            threading.Thread(target=_end_with_parent, args=(trying,), daemon=True).start()  # a fork has no other threads
             _try_in_this_process(settings, tokens, tell)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         tell({"event": "exit", "code": code})
 
 
-def _try_in_this_process(settings: TrySettings, tokens: int, tell: Callable[[dict[str, Any]], None]) -> None:
+def _try_in_this_process(settings: TrySettings, tokens: int, tell: Callable[[dict[str, Any]], None]) -> bool:
+    """Make a try, and return whether it ran."""
     tell({"event": "pid", "pid": os.getpid()})
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         result = try_length(settings, tokens, lambda: tell({"event": "started"}))
     except (MemoryError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         result = _failure(tokens, error)
     told = {name: getattr(result, name) for name in ("outcome", "memory_bytes", "seconds", "reason")}
     tell({"event": "result", **told})
+    return result.ran
 
 
-def _end_with_parent() -> None:
-    """End the process as soon as nobody can read its result: nothing is sent during a try, so that input means its end."""
-    os.read(0, 1)
-    os._exit(1)
+def _end_with_parent(trying: threading.Event) -> None:
+    """End the process in a try as soon as nobody can read its result.
+
+    Nothing is sent during a try, so input means its end. Between tries, the main thread reads the input.
+    """
+    while True:
+        trying.wait()
+        # The input may have been the request that the main thread has just read: only what is left is looked at.
+        if select.select([0], [], [], _POLL_S)[0] and trying.is_set() and select.select([0], [], [], 0)[0]:
+            os._exit(1)
 
 
 def _failure(tokens: int, error: Exception) -> TryResult:

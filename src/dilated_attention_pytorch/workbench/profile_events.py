@@ -105,11 +105,34 @@ def _changes(nodes: Sequence[tuple[Any, tuple[str, ...]]], device: str) -> list[
 
 
 def operator_times(averages: Sequence[Any], device: str, count: int) -> tuple[OperatorTime, ...]:
-    """The operators with the longest times of their own."""
-    kind = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
-    found = [OperatorTime(x.key, x.count, getattr(x, kind) / 1e6) for x in averages if not _is_ours(x.key)]
-    found = [x for x in found if x.seconds > 0 and not _is_message(x.name)]
-    return tuple(sorted(found, key=lambda x: -x.seconds)[:count])
+    """The operators with the longest times of their own; on a GPU the kernels and copies."""
+    found: dict[str, OperatorTime] = {}
+    for x in averages:
+        if not _ran_on(x, device) or _is_ours(x.key) or _is_message(x.key):
+            continue
+        name = short_name(x.key)
+        known = found.get(name, OperatorTime(name, 0, 0.0))
+        seconds = (x.self_device_time_total if device == "cuda" else x.self_cpu_time_total) / 1e6
+        found[name] = OperatorTime(name, known.calls + x.count, known.seconds + seconds)
+    return tuple(sorted((x for x in found.values() if x.seconds > 0), key=lambda x: -x.seconds)[:count])
+
+
+def _ran_on(event: Any, device: str) -> bool:
+    """Whether an event is one of the device: the time of a kernel also belongs to the operator that launched it."""
+    return bool(device != "cuda" or event.device_type.name == "CUDA")
+
+
+def short_name(name: str) -> str:
+    """The name of a kernel of C++ without its arguments.
+
+    >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float> >(int, float*)")
+    'at::native::vectorized_elementwise_kernel'
+    >>> short_name("aten::mul"), short_name("Memcpy DtoD (Device -> Device)")
+    ('aten::mul', 'Memcpy DtoD (Device -> Device)')
+    """
+    is_cpp = name.startswith("void ") or "::" in name
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return plain.partition("<")[0].partition("(")[0] if is_cpp else name
 
 
 def _is_ours(name: str) -> bool:
@@ -120,14 +143,16 @@ def _is_message(name: str) -> bool:
     return name.startswith(("gloo:", "nccl:")) or "ncclDevKernel" in name
 
 
-def operator_spans(events: Sequence[Any], operators: Sequence[OperatorTime]) -> tuple[OperatorSpan, ...]:
+def operator_spans(
+    events: Sequence[Any], operators: Sequence[OperatorTime], device: str
+) -> tuple[OperatorSpan, ...]:  # fmt: skip
     """When the longest operators ran, and when messages were in flight, from the events of a profiler."""
     lanes = {x.name for x in operators[:_LANES]}
     begin = min((x.time_range.start for x in events if x.name in PHASES), default=0.0)
     return tuple(
-        OperatorSpan(x.name, (x.time_range.start - begin) / 1e6, (x.time_range.end - x.time_range.start) / 1e6)
-        for x in events
-        if x.name in lanes or _is_message(x.name)
+        OperatorSpan(name, (x.time_range.start - begin) / 1e6, (x.time_range.end - x.time_range.start) / 1e6)
+        for x, name in ((x, x.name if _is_message(x.name) else short_name(x.name)) for x in events)
+        if _is_message(x.name) or (name in lanes and _ran_on(x, device))
     )
 
 

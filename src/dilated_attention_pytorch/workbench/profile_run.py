@@ -149,7 +149,7 @@ def profile_call(settings: ProfileSettings, group: Group, count: int, trace: Pat
         made_before=tuple((name, _bytes(tensors)) for name, tensors in task.before.items()),
         memory=memory_curve(profiler.kineto_results.experimental_event_tree(), kind, known),
         operators=operators,
-        spans=operator_spans(events, operators),
+        spans=operator_spans(events, operators, kind),
         communication=communication_of(events, kind),
     )
 
