@@ -1,12 +1,12 @@
-"""Calls of sizes that were made before skip the checks, and no call that the checks would treat otherwise takes this way."""
+"""Calls of known sizes skip the checks. A call that the checks would treat otherwise never takes this way."""
 
 from __future__ import annotations
 
-import oracle
 import pytest
 import torch
 from torch.autograd import forward_ad
 
+import oracle
 from dilated_attention_pytorch import Dilated, api, attention, clear_caches
 from dilated_attention_pytorch.known_calls import known_calls
 
