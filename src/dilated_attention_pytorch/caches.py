@@ -45,6 +45,7 @@ CACHES = (
     Cache("backends.gpu.decoding", "_table", "segment lengths, rates and offsets of a pattern on a device"),
     Cache("backends.gpu.decoding", "_launch_of", "launches of decoding steps by their sizes"),
     Cache("cache_operators", "_tokens_module", "what computes decoding steps, by device, dtype and head size"),
+    Cache("known_calls", "known_calls", "the arguments of the operator by sizes and options of a call"),
     Cache("distributed.agreement", "_known_arguments", "the arguments of calls and their hashes, 64 entries"),
     Cache("distributed.traffic", "_held", "the chunks of shards as tensors, eight entries"),
     Cache("distributed.rank_plans", "dilated_plan", "plans of a rank in dilated attention, at most 64 MiB"),
