@@ -23,6 +23,7 @@ from dilated_attention_pytorch.workbench import bench_suites
 from dilated_attention_pytorch.workbench.bench_compare import compare_rows
 from dilated_attention_pytorch.workbench.bench_values import BenchProblem, BenchRow, Neighborhood
 from dilated_attention_pytorch.workbench.exactness import expected_rows, largest_relative
+from dilated_attention_pytorch.workbench.processes import rank_device
 
 TINY = ["--device", "cpu", "--tokens", "96", "--heads", "2", "--head-dim", "8", "--turns", "2", "--seconds", "0"]
 CPU = torch.device("cpu")
@@ -141,6 +142,39 @@ def test_an_error_of_a_backend_is_a_failure(monkeypatch):
     assert result.exit_code == 1
     assert {row["status"] for row in document(result.stdout)["rows"]} == {"failed"}
     assert "failed: sdpa: RuntimeError: no kernel image" in result.stderr
+
+
+def test_a_call_that_runs_out_of_memory_in_a_turn_ends_no_other(monkeypatch):
+    turn, times = engine.turn_seconds, []
+
+    def without_memory(*arguments):
+        times.append(1)
+        if len(times) == 4:  # in the second turn of the second call
+            raise torch.OutOfMemoryError("no\nmemory")
+        return turn(*arguments)
+
+    monkeypatch.setattr(engine, "turn_seconds", without_memory)
+    result = run(*TINY, "--only", "sdpa", "--json", "-")
+    assert result.exit_code == 0
+    found = rows_of(document(result.stdout), "sdpa")
+    assert found["forward"]["status"] == "measured"
+    both = found["forward and backward"]
+    assert (both["status"], both["median_seconds"], both["reason"]) == ("not run", None, "out of memory: no memory")
+    assert "not run: sdpa: out of memory: no memory" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "devices"),
+    [
+        (4, "cuda", ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        (3, "cuda", ["cuda:0"] * 4),
+        (3, "cuda:1", ["cuda:1"] * 4),
+        (0, "cpu", ["cpu"] * 4),
+    ],
+)
+def test_the_gpu_of_a_rank_has_a_number(monkeypatch, count, device, devices):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert [str(rank_device(torch.device(device), 4, rank)) for rank in range(4)] == devices
 
 
 def test_dense_attention_of_long_sequences_is_predicted(monkeypatch):

@@ -71,6 +71,8 @@ def run(*arguments: object) -> Result:
 
 def test_the_report_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NVIDIA_REQUIRE_CUDA", "cuda>=13.0 brand=tesla,driver>=535,driver<536")  # set by images
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
     path = tmp_path / "report.json"
     result = run("--json", path)
     assert result.exit_code == 0, result.output
@@ -82,7 +84,8 @@ def test_the_report_of_this_machine(tmp_path, monkeypatch):
     assert machine["torch"] == torch.__version__
     assert machine["installed"]["folder"] == str(Path(package.__file__).parent)
     assert machine["installed"]["version"] == package.__version__
-    assert machine["variables"]["NCCL_DEBUG"] == "INFO"
+    assert (machine["variables"]["NCCL_DEBUG"], machine["variables"]["NVIDIA_VISIBLE_DEVICES"]) == ("INFO", "all")
+    assert "NVIDIA_REQUIRE_CUDA" not in machine["variables"]
     assert machine["packages"]["typer"] is not None
     assert 0 < machine["free_bytes"] <= machine["memory_bytes"]
     assert machine["processors"] >= 1

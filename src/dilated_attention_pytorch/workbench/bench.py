@@ -71,11 +71,15 @@ class BenchGroup:
             yield f"{self.dense.method.problem.name}: dense attention of the whole sequence"
             self._prepare_dense(self.dense)
         for turn in range(self.settings.turns):
-            for measured in self.measured:
+            for measured in list(self.measured):
                 row = measured.row
                 yield f"{row.setting}, {row.method}, {row.direction}: turn {turn + 1} of {self.settings.turns}"
-                seconds = turn_seconds(measured.call, self.settings.device, self.settings.seconds)
-                measured.times.append(seconds)
+                try:
+                    measured.times.append(turn_seconds(measured.call, self.settings.device, self.settings.seconds))
+                except torch.OutOfMemoryError as error:
+                    # The first call of a method may fit, and a later one not, because other calls have divided the memory.
+                    self.measured = [x for x in self.measured if x is not measured]
+                    self.refused.append(replace(row, status="not run", reason=_one_line(f"out of memory: {error}")))
         self._predict()
 
     def rows(self) -> list[BenchRow]:
@@ -110,8 +114,7 @@ class BenchGroup:
         return replace(row, flops=flops if direction == FORWARD else flops * 7 // 2)
 
     def _refuse(self, method: BenchMethod, status: str, reason: str) -> None:
-        short = " ".join(reason.split())[:300]
-        self.refused += [replace(self._row(method, x, status), reason=short) for x in method.directions]
+        self.refused += [replace(self._row(method, x, status), reason=_one_line(reason)) for x in method.directions]
 
     def _prepare(self, method: BenchMethod) -> None:
         if method.refused:
@@ -188,6 +191,10 @@ class BenchGroup:
                 reason = f"from the rate of {self.dense.rate_of}"
                 spread = Spread.of([factor * x for x in like[0].times])
                 self.predicted.append(replace(row, time=spread, reason=reason))
+
+
+def _one_line(reason: str) -> str:
+    return " ".join(reason.split())[:300]
 
 
 def _finite(error: float | None) -> float | None:

@@ -22,9 +22,10 @@ from dilated_attention_pytorch.workbench.children import command_line, describe_
 PACKAGES = ("transformers", "accelerate", "safetensors", "typer", "rich", "matplotlib", "numpy")
 # Another project, which installs a package of the same import name.
 OTHER_PROJECT = "dilated-attention-pytorch"
+# Names and beginnings of names. Container images set further NVIDIA_ variables, which say nothing of the machine.
 _VARIABLES = (
-    "CUBLAS_", "CUDA_", "GLOO_", "GOMP_", "KMP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH",
-    "TRITON_",
+    "CUBLAS_", "CUDA_", "GLOO_", "GOMP_", "KMP_", "MKL_", "NCCL_", "NVIDIA_TF32_OVERRIDE",
+    "NVIDIA_VISIBLE_DEVICES", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH", "TRITON_",
 )  # fmt: skip
 _PROBE_S = 60.0
 

@@ -21,10 +21,14 @@ class ProcessError(RuntimeError):
 
 
 def rank_device(device: torch.device, world: int, rank: int) -> torch.device:
-    """The device of a rank: a GPU of its own if there are enough, else the given one."""
-    if device.type == "cuda" and torch.cuda.device_count() >= world:
-        return torch.device("cuda", rank)
-    return device
+    """The device of a rank, with its number: a GPU of its own if there are enough, else the given one."""
+    if device.type != "cuda":
+        return device
+    return torch.device("cuda", rank if _enough_gpus(world) else device.index or 0)
+
+
+def _enough_gpus(world: int) -> bool:
+    return torch.cuda.device_count() >= world
 
 
 def run_ranks(world: int, device: torch.device, function: Callable[..., None], *arguments: Any) -> Iterator[Any]:
@@ -80,7 +84,7 @@ def _run(
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(own)
-    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" and own != device else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" and _enough_gpus(world) else "gloo"
     try:
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
         function(rank, own, lambda content: sent.put(("content", content)), *arguments)
