@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import oracle
-from dilated_attention_pytorch import Dilated, attention
+from dilated_attention_pytorch import BlockSparse, Dilated, attention
+from neighbours import check_bits_of_a_sample
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,6 +52,13 @@ def check(pattern, tensors, causal, *, exact=oracle.attention, **options):
 )
 def test_every_shape_of_tile(segments, rates, n, m, causal):
     check(Dilated(segments, rates), inputs(1, n, m, 4, 2, 16), causal)
+
+
+@pytest.mark.filterwarnings("ignore:.*(invalid value|divide by zero|overflow):RuntimeWarning")  # of NumPy
+@pytest.mark.parametrize("pattern", [Dilated([32, 96], [1, 3]), BlockSparse.custom(torch.ones(2, 2).bool(), block_size=64)])
+def test_the_bits_of_a_sample_are_its_own(pattern):
+    call = lambda *x: attention(*x, pattern, backend="triton", return_lse=True)  # noqa: E731
+    check_bits_of_a_sample(call, n=96, heads=2, head_dim=16, device=DEVICE)
 
 
 def test_rates_that_do_not_divide_segments():

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import oracle
-from dilated_attention_pytorch import Dilated, attention, attention_weights, dilated_attention
+from dilated_attention_pytorch import BlockSparse, Dilated, attention, attention_weights, dilated_attention
+from neighbours import check_bits_of_a_sample
 from oracle import assert_same, random_inputs, with_grads
 
 BACKENDS = ["reference", "sdpa", "eager"]
@@ -306,6 +307,14 @@ def test_the_bits_of_a_sample_do_not_depend_on_the_batch(backend, dtype, padding
             alone = with_grads(call, own, dout[b : b + 1], dlse[b : b + 1])
             for name, found, expected in zip(("out", "lse", "dq", "dk", "dv"), together, alone, strict=True):
                 assert torch.equal(found[b : b + 1], expected), (tokens, b, name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("pattern", [Dilated([16, 50], [1, 3]), BlockSparse.custom(torch.ones(3, 3).bool(), block_size=16)])
+def test_the_bits_of_a_sample_do_not_depend_on_its_neighbours(backend, dtype, pattern):
+    call = lambda *x: attention(*x, pattern, backend=backend, return_lse=True)  # noqa: E731
+    check_bits_of_a_sample(call, n=48, heads=2, head_dim=8, dtype=dtype)
 
 
 @pytest.mark.parametrize("causal", [False, True])

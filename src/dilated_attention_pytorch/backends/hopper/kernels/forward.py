@@ -203,7 +203,7 @@ def merge(out, factor, lse2, part_out, part_lse2):
 def _compute_pass(
     number, counter, which: gl.constexpr, results, items, H, scale_log2, smem, facts, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FINAL: gl.constexpr,
-    HELD: gl.constexpr, PARTS: gl.constexpr, ONLINE: gl.constexpr,
+    HELD: gl.constexpr, PARTS: gl.constexpr, ONLINE: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
     PART_OUT, PART_LSE2, OUT, LSE = results
     v_empty, facts_full, done = bars[5], bars[6], bars[7]
@@ -244,7 +244,8 @@ def _compute_pass(
 
         total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
         if not ONLINE:
-            overflow |= overflows(acc, total_o)
+            own_overflow = overflows(acc, total_o)
+            overflow |= own_overflow
         factor = 1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, O))
         lse2 = gl.convert_layout(m2, gl.SliceLayout(1, O)) + gl.log2(total_o)
         if PARTS > 0:
@@ -263,12 +264,18 @@ def _compute_pass(
         else:
             out = acc * factor[:, None]
         place = known(facts, slot, PLACE)
-        lse_place = known(facts, slot, LSE_PLACE) + which * 64
+        lse_at = (LSE if FINAL else PART_LSE2) + known(facts, slot, LSE_PLACE) + which * 64 + numbers
+        lse = lse2 * LN_2 if FINAL else lse2
+        # Rows that overflow are marked, and the second pass stores only these: the bits of a row depend on no other row.
+        if AGAIN:
+            marked = gl.load(lse_at, mask=inside, other=0.0)
+            inside = inside & (marked != marked)
+        elif not ONLINE:
+            lse = gl.where(own_overflow > 0, float("nan"), lse)
+        gl.store(lse_at, lse, mask=inside)
         if FINAL:
-            gl.store(LSE + lse_place + numbers, lse2 * LN_2, mask=inside)
             store_rows(OUT, out, (place + which * 64 * H) * D, H * D, numbers, inside, D, BLOCK_D)
         else:
-            gl.store(PART_LSE2 + lse_place + numbers, lse2, mask=inside)
             store_part(PART_OUT, out, place + which * 64, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then all facts have been loaded
         number += 1
@@ -283,13 +290,13 @@ def _compute(
 ):  # fmt: skip
     number, counter, overflow = _compute_pass(
         items * 0, items * 0, which, results, items, H, scale_log2, smem, facts, bars,
-        D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, ONLINE,
+        D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, ONLINE, False,
     )  # fmt: skip
     if not ONLINE:
         raise_flag(flags, which, overflow)
         _compute_pass(
             number, counter, which, results, again(items, flags, 4), H, scale_log2, smem, facts, bars,
-            D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, True,
+            D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, True, True,
         )  # fmt: skip
 
 

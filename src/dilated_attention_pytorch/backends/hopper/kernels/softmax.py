@@ -3,7 +3,8 @@
 With weights relative to a row's maximum so far, every block of keys waits for its own maximum, and sums are scaled again
 where that has grown. Here (bfloat16) they are relative to the maximum of a row's *first* block, also where later
 scores are larger: bfloat16 and float32 hold weights up to 2**127. If sums come near that, by scores that grow by 69 nats, or
-overflow, by values of 1e30, the program computes all of its items again with the online softmax.
+overflow, by values of 1e30, the program computes all of its items again with the online softmax, and stores the rows
+that did. Other rows keep their bits, whatever the batch holds beside them.
 
 The largest weight of a row is then not 1 but any number, and rounded. Of many keys the roundings even out; a row that is
 all one key would be that key's value times the rounding of its weight, see ``_divisor``.
