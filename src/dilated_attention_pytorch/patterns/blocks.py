@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -238,10 +238,9 @@ class BlockSparse:
 
     @staticmethod
     def _of_mask(mask: Tensor, block_size: int, only_causal: bool = False) -> BlockSparse:
-        lists = BlockLists.from_mask(mask, block_size)
         # A mask with fewer query blocks than key blocks has the last query blocks.
-        lists = replace(lists, first=lists.key_blocks - lists.query_blocks)
-        return BlockSparse(None, block_size, lists, lists.causal(), only_causal)
+        first = mask.shape[-1] - mask.shape[-2]
+        return BlockSparse(None, block_size, *BlockLists.pair_from_mask(mask, block_size, first), only_causal)
 
     @property
     def is_adaptive(self) -> bool:

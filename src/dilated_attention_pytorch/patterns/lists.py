@@ -56,10 +56,22 @@ class BlockLists:
     @staticmethod
     def from_mask(mask: Tensor, block_size: int) -> BlockLists:
         """The lists of a boolean mask (Q, K), (L, Q, K) or (S, L, Q, K)."""
+        return BlockLists.pair_from_mask(mask, block_size)[0]
+
+    @staticmethod
+    def pair_from_mask(mask: Tensor, block_size: int, first: int = 0) -> tuple[BlockLists, BlockLists]:
+        """The lists of a mask (Q, K), (L, Q, K) or (S, L, Q, K), and those of a causal call, which share their indices.
+
+        >>> plain, causal = BlockLists.pair_from_mask(torch.tensor([[1, 0, 1], [1, 1, 1]]).bool(), 64, first=1)
+        >>> plain.counts.tolist(), causal.counts.tolist(), causal.starts.tolist()
+        ([[[2, 3]]], [[[1, 3]]], [[[0, 2]]])
+        """
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-        counts = mask.sum(-1).cpu()
+        # One copy to the host for both: each one waits for the device.
+        counts = torch.stack([x.sum(-1, dtype=torch.int32) for x in (mask, mask.tril(first))]).cpu().long()
         indices = mask.nonzero()[:, -1].to(torch.int32)
-        return BlockLists.packed(counts, indices, block_size, mask.shape[-1])
+        plain = BlockLists.packed(counts[0], indices, block_size, mask.shape[-1], first)
+        return plain, replace(plain, counts=counts[1])
 
     @staticmethod
     def packed(counts: Tensor, indices: Tensor, block_size: int, key_blocks: int, first: int = 0) -> BlockLists:
@@ -101,10 +113,6 @@ class BlockLists:
         kept = renumbered >= 0
         counts = torch.bincount(row[kept], minlength=self.counts.numel()).view(self.counts.shape)
         return BlockLists.packed(counts, renumbered[kept].to(self.indices.device), self.block_size, len(blocks))
-
-    def causal(self) -> BlockLists:
-        """Drop the key blocks after the query block."""
-        return self.below(self.first + torch.arange(self.query_blocks, device="cpu") + 1)
 
     def cropped(self, first: int, key_blocks: int) -> BlockLists:
         """The lists of the query blocks ``first .. key_blocks - 1`` over the first ``key_blocks`` key blocks."""
