@@ -34,6 +34,7 @@ from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse, SparsePatternConfig
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.patterns.tiers import DistributedSparseConfig
+from dilated_attention_pytorch.warm_up import warm_up
 
 __all__ = [
     "Attention",
@@ -66,5 +67,6 @@ __all__ = [
     "clear_caches",
     "dilated_attention",
     "explain",
+    "warm_up",
 ]
 __version__ = "0.1.0"

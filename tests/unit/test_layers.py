@@ -24,7 +24,7 @@ LAYERS = (
     ("backends",),
     ("operators", "cache_operators"),
     ("distributed",),
-    ("known_calls", "api", "explain", "caches", "cache_checks", "cache"),
+    ("known_calls", "api", "explain", "warm_up", "caches", "cache_checks", "cache"),
     ("streaming_rows", "streaming_check", "streaming"),
     ("nn",),
     ("models",),

@@ -47,6 +47,7 @@ def test_public_surface():
         "clear_caches",
         "dilated_attention",
         "explain",
+        "warm_up",
     ]
     assert all(hasattr(package, name) for name in package.__all__)
     assert (ROOT / "py.typed").exists()

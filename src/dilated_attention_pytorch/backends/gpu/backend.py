@@ -63,6 +63,15 @@ class TableBackend:
             found: Inputs = kernels.gradients(problem, inputs, saved.dout, statistics, options, grads)
         return found
 
+    def compile(self, problem: Problem, inputs: Inputs, options: Options, *, backward: bool) -> None:
+        """Compile the kernels of a forward, and of a backward, side by side. None of them runs."""
+        from dilated_attention_pytorch.backends.gpu.launch import compile_only  # it imports triton
+
+        with compile_only():
+            out, lse = self.forward(problem, inputs, options)
+            if backward:
+                self.backward(problem, inputs, Saved(out, lse, torch.empty_like(out)), options)
+
     def row_statistics(self, problem: Problem, saved: Saved, options: Options) -> RowStatistics:
         """What the backward reads of each query row, for several calls of ``gradients`` with the same queries."""
         kernels = self.kernels(dilated=isinstance(problem.pattern, Dilated))

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime import driver
 
 # A product and a sum as one instruction, which softmax needs. Triton up to 3.9 warns that this default will change.
 FUSED = {"enable_fp_fusion": True}
+_compiling_only: ContextVar[bool] = ContextVar("_compiling_only", default=False)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Within this context ``launch`` compiles kernels, and launches none. At its end all are compiled.
+
+    They are compiled side by side in threads: Triton's passes do not hold Python's lock, and the assembler is a process.
+    """
+    with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
+        before = _compiling_only.set(True)
+        try:
+            yield
+        finally:
+            _compiling_only.reset(before)
 
 
 @lru_cache(maxsize=64)
@@ -36,6 +55,11 @@ class KernelLaunch:
     # The compiled kernel and its arguments behind the tensors, by everything else that Triton specialises a kernel on.
     compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=dict)
 
+    def compile(self, tensors: tuple[Tensor, ...], changing: tuple[int, ...]) -> None:
+        """Let Triton compile the kernel for ``first``, inside of ``compile_only``."""
+        arguments = (*tensors, *changing, *self.tables, *self.numbers)
+        self.kernel.warmup(*arguments, grid=(self.programs,), **self.constants, **FUSED)
+
     def first(self, kind: tuple[Any, ...], tensors: tuple[Tensor, ...], changing: tuple[int, ...]) -> None:
         """Launch through Triton, which may compile, and keep the compiled kernel."""
         arguments = (*tensors, *changing, *self.tables, *self.numbers)
@@ -47,8 +71,8 @@ class KernelLaunch:
         self.compiled[kind] = compiled[(self.programs, 1, 1)], (*addresses, *self.numbers, *values)
 
 
-def launch(launches: Iterable[KernelLaunch], tensors: tuple[Tensor, ...], changing: tuple[int, ...] = ()) -> None:
-    """Launch kernels over the same tensors, one after the other.
+def launch(launches: tuple[KernelLaunch, ...], tensors: tuple[Tensor, ...], changing: tuple[int, ...] = ()) -> None:
+    """Launch kernels over the same tensors, one after the other. Those that are new are compiled side by side.
 
     Triton specialises on the type of a tensor, on whether it starts at a multiple of 16 bytes, and on whether a number is 1
     or a multiple of 16. Compiled kernels get addresses: given a tensor, they would ask for its address and then ask the
@@ -59,6 +83,15 @@ def launch(launches: Iterable[KernelLaunch], tensors: tuple[Tensor, ...], changi
     stream = None if device.type != "cuda" else driver.active.get_current_stream(device.index)
     numbers = [x == 1 or 16 * (x % 16 == 0) for x in changing]
     kind = (device, *[address % 16 == 0 for address in addresses], *[x.dtype for x in tensors], *numbers)
+    new = [one for one in launches if kind not in one.compiled]
+    if _compiling_only.get():
+        for one in new:
+            one.compile(tensors, changing)
+        return
+    if len(new) > 1 and stream is not None:  # the interpreter compiles nothing
+        with compile_only():
+            for one in new:
+                one.compile(tensors, changing)
     for one in launches:
         found = one.compiled.get(kind)
         if found is None:

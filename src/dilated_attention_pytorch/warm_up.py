@@ -1,0 +1,53 @@
+"""Compilation before the first call, so that training starts at its full speed."""
+
+from __future__ import annotations
+
+import time
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch import backends, operators
+from dilated_attention_pytorch.backends.gpu.backend import TableBackend
+from dilated_attention_pytorch.backends.request import Request
+from dilated_attention_pytorch.call import AttentionOptions, make_call
+from dilated_attention_pytorch.patterns.blocks import BlockSparse
+from dilated_attention_pytorch.patterns.dilated import Dilated
+
+
+def warm_up(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Dilated | BlockSparse,
+    *,
+    backward: bool = True,
+    **options: Unpack[AttentionOptions],
+) -> float:
+    """Compile what ``attention`` with these arguments needs, and its ``backward``. Return the seconds that it took.
+
+    The kernels of both are compiled side by side, one thread each, and none of them runs. Without it, a first call compiles
+    the kernels of its forward, and the first backward those of its own. Compiled kernels are kept by Triton on the disk, so
+    a later process takes them from there. Values of the tensors do not matter, but sizes, types and strides do. Memory is
+    that of a call. Backends of PyTorch's operators compile nothing, so the call returns at once.
+
+    A sharded call (``group``) has tiles of other sizes, which its first call compiles: ``group`` is refused.
+
+    >>> q = torch.empty(1, 1000, 8, 64)
+    >>> warm_up(q, q, q, Dilated([256, 512], [1, 2]), is_causal=True) < 60
+    True
+    """
+    if options.get("group") is not None:
+        raise ValueError(
+            "warm_up compiles the kernels of one device, got group: a sharded call compiles those of its own tiles at its "
+            "first call; leave group out"
+        )
+    start = time.perf_counter()
+    call, inputs = make_call(query, key, value, pattern, **options)
+    chosen = backends.choose(call.backend, Request.of(call))
+    seed = torch.zeros((), dtype=torch.int64, device=call.device) if call.dropout_p else None
+    problem, how = operators.problem_and_options(call, inputs.query, inputs.key, seed)
+    if isinstance(chosen, TableBackend):
+        chosen.compile(problem, inputs.rows_contiguous(), how, backward=backward)
+    return time.perf_counter() - start

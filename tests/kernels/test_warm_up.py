@@ -1,0 +1,66 @@
+"""Compilation before the first call: everything is compiled, nothing runs, and the first call compiles nothing more."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
+
+# Triton compiles for a GPU that is not there. Its driver cannot load a kernel, so a launch raises an AttributeError.
+PROGRAM = """
+import json, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Driver:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+from dilated_attention_pytorch import BlockSparse, Dilated, operators
+from dilated_attention_pytorch.backends.triton.backend import TRITON
+from dilated_attention_pytorch.call import make_call
+from dilated_attention_pytorch.values import Saved
+
+compiled, steps = [], []
+triton.knobs.compilation.listener = lambda *, metadata, **_: compiled.append(metadata["name"])
+q = torch.empty(1, 256, 2, 16, dtype=torch.bfloat16)
+for pattern in (Dilated([64, 256], [1, 2]), BlockSparse.custom(torch.ones(4, 4).bool(), block_size=64)):
+    call, inputs = make_call(q, q, q, pattern)
+    problem, how = operators.problem_and_options(call, q, q)
+    for backward in (False, True, True):
+        TRITON.compile(problem, inputs, how, backward=backward)
+        steps.append(sorted(compiled))
+        compiled.clear()
+    for run in (
+        lambda: TRITON.forward(problem, inputs, how),
+        lambda: TRITON.backward(problem, inputs, Saved(q, torch.empty(1, 2, 256), q), how),
+    ):
+        try:
+            run()
+        except AttributeError:
+            steps.append(sorted(compiled))
+print(json.dumps(steps))
+"""
+
+
+def test_everything_is_compiled_and_nothing_runs(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = json.loads(done.stdout)
+    dilated, blocks = steps[:5], steps[5:]
+    # Two launches of each kernel: partial results of rate 2, and rate 1 with these.
+    assert dilated == [["forward_kernel"] * 2, ["delta_kernel", *["dkv_kernel"] * 2, *["dq_kernel"] * 2], [], [], []]
+    # delta was compiled before.
+    assert blocks == [["block_forward_kernel"], ["block_dkv_kernel", "block_dq_kernel"], [], [], []]

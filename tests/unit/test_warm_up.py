@@ -1,0 +1,38 @@
+"""``warm_up`` where nothing is compiled, and what it refuses. tests/kernels/test_warm_up.py has compilations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import BlockSparse, Dilated, attention, warm_up
+
+PATTERN = Dilated([16, 32], [1, 2])
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, BlockSparse.custom(torch.ones(3, 3).bool(), block_size=16)])
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "eager", "reference"])
+def test_backends_of_operators_compile_nothing(pattern, backend):
+    q = torch.empty(1, 48, 2, 8)
+    state = torch.random.get_rng_state()
+    seconds = warm_up(q, q, q, pattern, is_causal=True, backend=backend, dropout_p=0.0)
+    assert 0.0 <= seconds < 60.0
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_group_is_refused():
+    q = torch.empty(1, 48, 2, 8)
+    with pytest.raises(ValueError, match="got group: a sharded call compiles those of its own tiles at its first call"):
+        warm_up(q, q, q, PATTERN, group=object())
+
+
+@pytest.mark.parametrize(
+    "options", [{"lengths": [49]}, {"scale": torch.nan}, {"dropout_p": 2.0}, {"mixing_gradient": "some"}, {"backend": "x"}]
+)
+def test_mistakes_are_those_of_attention(options):
+    q = torch.zeros(1, 48, 2, 8)
+    with pytest.raises((ValueError, TypeError)) as expected:
+        attention(q, q, q, PATTERN, **options)
+    with pytest.raises(expected.type) as found:
+        warm_up(q, q, q, PATTERN, **options)
+    assert str(found.value) == str(expected.value)
