@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 
 import pytest
@@ -284,29 +283,22 @@ def test_a_rank_plans_the_documents_it_holds():
     for world in (64, 4096):
         n = 8192 * world
         problem = Problem(long_net(world), True, 1, n, n, 8, 8, None, documents(2000, n))
-        shards, seconds = Shards.even(n, world, "contiguous"), []
-        for _ in range(3):
-            dilated_plan.cache_clear()
-            compile_plan.cache_clear()
-            start = time.process_time()
-            plan = dilated_plan(problem, shards, world // 2, 512)
-            seconds.append(time.process_time() - start)
-            held = len(plan.sequences)
-            assert held < 50
-            assert compile_plan.cache_info().misses <= held
-        assert min(seconds) < 0.1  # about 0.02; it was 0.5 on 64 ranks and 40 on 4,096
+        dilated_plan.cache_clear()
+        compile_plan.cache_clear()
+        plan = dilated_plan(problem, Shards.even(n, world, "contiguous"), world // 2, 512)
+        held = len(plan.sequences)
+        assert held < 50
+        assert compile_plan.cache_info().misses <= held
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_thousands_of_ranks_in_seconds(layout):
+def test_thousands_of_ranks(layout):
     """The plan of a rank and the traffic of 4,096 ranks with 8,192 tokens each, LongNet's pattern up to all tokens."""
     n = 8192 * 4096
     shards, problem = Shards.even(n, 4096, layout), Problem(long_net(4096), True, 1, n, n, 8, 8)
-    start = time.process_time()
     plan = dilated_plan(problem, shards, 4095, 512)
     assert plan.most_received > 0
     assert len(plan.ticks) > 4000
-    assert time.process_time() - start < 2
 
 
 def test_plans_are_bounded_in_bytes(monkeypatch):
