@@ -8,14 +8,16 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+import torch
 
 import sass
 from compiler import OTHER_SHARED_LIMIT, SHARED_LIMIT, compiled
 from dilated_attention_pytorch.backends.hopper.configs import TABLE
-from dilated_attention_pytorch.backends.triton.configs import _HOPPER, _HOPPER_BLOCKS, _OTHER
+from dilated_attention_pytorch.backends.triton.configs import _HOPPER, _HOPPER_BLOCKS, _OTHER, block_configs, configs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
 KERNELS = ("forward", "dq", "dkv")
+DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes
 
 
 def check_portable(used: dict, config, limit: int) -> None:
@@ -66,25 +68,37 @@ def test_portable_kernels_over_block_lists(kernel, size, head_dim):
     check_portable(used, config, SHARED_LIMIT)
 
 
-# On other GPUs, the kernel of dk and dv is the one that needs most shared memory. The others are compiled on request.
+# On other GPUs, the kernel of dk and dv is the one that needs most shared memory. The others are compiled on request. So is
+# sm_120, whose instructions are those of sm_89.
 OTHER_KERNELS = [*(pytest.param(kernel, marks=pytest.mark.machine_code) for kernel in ("forward", "dq")), "dkv"]
+OTHER_GPUS = [80, 89, 100, pytest.param(120, marks=pytest.mark.machine_code)]  # A100, Ada, B200, RTX 50
 
 
+@pytest.mark.parametrize("capability", OTHER_GPUS)
 @pytest.mark.parametrize("kernel", OTHER_KERNELS)
 @pytest.mark.parametrize(("size", "head_dim"), on_request([row for row in DILATED if row[1] >= 64], [(2, 64)]))
-def test_portable_kernels_of_other_gpus(kernel, size, head_dim):
-    """Compiled for Ampere, whose tensor cores Ada's are too."""
-    config = getattr(_OTHER[size, head_dim], kernel)
-    (used,) = compiled([portable(kernel, size, head_dim, config)], 86)
+def test_portable_kernels_of_other_gpus(kernel, size, head_dim, capability):
+    config = getattr(configs((capability // 10, capability % 10), DTYPES[size], head_dim), kernel)
+    (used,) = compiled([portable(kernel, size, head_dim, config)], capability)
     check_portable(used, config, OTHER_SHARED_LIMIT)
 
 
+@pytest.mark.parametrize("capability", OTHER_GPUS)
 @pytest.mark.parametrize("kernel", OTHER_KERNELS)
 @pytest.mark.parametrize(("size", "head_dim"), on_request(BLOCKS, []))
-def test_portable_kernels_of_other_gpus_over_block_lists(kernel, size, head_dim):
-    config = getattr(_OTHER[size, head_dim], kernel)
-    (used,) = compiled([[f"block {kernel}", size, head_dim, 128]], 86)
+def test_portable_kernels_of_other_gpus_over_block_lists(kernel, size, head_dim, capability):
+    config = getattr(block_configs((capability // 10, capability % 10), DTYPES[size], head_dim, 128), kernel)
+    (used,) = compiled([[f"block {kernel}", size, head_dim, 128]], capability)
     check_portable(used, config, OTHER_SHARED_LIMIT)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (11, 0), (12, 0)])
+def test_the_rule_by_which_a_gpu_gets_its_table(capability):
+    """Only Hopper has the measured table. All others have the one that fits into the least shared memory of any of them."""
+    for size, head_dim in _OTHER:
+        assert configs(capability, DTYPES[size], head_dim) == _OTHER[size, head_dim]
+        assert block_configs(capability, DTYPES[size], head_dim, 128) == _OTHER[size, head_dim]
+        assert configs((9, 0), DTYPES[size], head_dim) == _HOPPER[size, head_dim]
 
 
 # Head size, writes the result or partial results, query heads per key head, partial results to be added.

@@ -215,7 +215,7 @@ def compiled_usage(source, function, constants, size, options, single=(), *, cap
     return {
         "shared_bytes": compiled.metadata.shared,
         "scratch_bytes": getattr(compiled.metadata, "global_scratch_size", 0),
-        "tensor_cores": "wgmma" in ptx,
+        "tensor_cores": "wgmma" in ptx or "tcgen05.mma" in ptx,  # from sm_90 and sm_100 on
         "narrow_products": "m64n8k" in ptx,
         "warp_products": "mma.sync" in ptx,  # of tiles too small for the above, and before sm_90
         "wide_copies": "cp.async.cg.shared.global" in ptx,
