@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dilated_attention_pytorch.distributed.messages import Message
@@ -59,9 +60,12 @@ class RingView:
     @staticmethod
     def of(
         pattern: Dilated, sizes: RingSizes, ranks: int, *, layout: str = "contiguous", is_causal: bool = False,
-        bucket_size: int | None = None,
+        bucket_size: int | None = None, report: Callable[[int], object] = int,
     ) -> RingView:  # fmt: skip
-        """The steps of all ranks, from the plans that the ranks themselves execute."""
+        """The steps of all ranks, from the plans that the ranks themselves execute.
+
+        ``report`` is called with the number of ranks so far.
+        """
         check_size("ranks", ranks, 4096)
         pattern.check_key_heads(sizes.key_heads)
         if bucket_size is not None:
@@ -74,6 +78,7 @@ class RingView:
             plan = dilated_plan(problem, shards, rank, bucket_size)
             own = RingStep("own rows", pairs=_pairs(plan.own, problem))
             steps.append((own, *(_step(sent, received, sizes, problem) for sent, received in plan.ticks)))
+            report(rank + 1)
         return RingView(layout, is_causal, tuple(shards.rows(rank) for rank in range(ranks)), tuple(steps))
 
     @property
