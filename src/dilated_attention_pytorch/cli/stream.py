@@ -62,7 +62,14 @@ class StreamOptions:
 
 
 def stream(**options: Any) -> None:
-    """Run one causal attention layer over a stream of random tokens in bounded memory, and check rows of the result."""
+    """Run one causal attention layer over a stream of random tokens in bounded memory, and check rows of the result.
+
+    \b
+    Examples:
+      dilated-attention stream --tokens 20_000 --heads 2 --head-dim 16 --plot stream.png
+      dilated-attention stream --tokens 1_000_000_000 --checkpoint stream.pt --json figures.json
+      dilated-attention stream --tokens 100_000 --segment-lengths 2048,65536 --dilation-rates 1,32
+    """
     _run(StreamOptions(**options))
 
 
