@@ -109,7 +109,8 @@ def _run(options: StreamOptions) -> None:
     console.print(_table(settings, result))
     outputs.write(_figures(run, result, saving_s))
     if interrupted:
-        again = f"; the same command goes on from {options.checkpoint}" if options.checkpoint else ""
+        written = options.checkpoint is not None and options.checkpoint.exists()
+        again = f"; the same command goes on from {options.checkpoint}" if written else ""
         end(f"Interrupted: {result.point.position:,} of {settings.tokens:,} tokens are finished{again}.", 130)
     outputs.draw(lambda: _picture(run))
     for row in result.failed:
