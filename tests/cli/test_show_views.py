@@ -157,6 +157,11 @@ def test_a_folder_that_does_not_exist(tmp_path):
     assert result.stderr == f"{path} could not be written: No such file or directory; choose another file.\n"
 
 
+def test_too_many_heads_of_a_ring():
+    result = run("ring", "--heads", "1000000000")
+    assert (result.exit_code, result.stderr) == (2, "heads must be from 1 to 65,536, got 1,000,000,000\n")
+
+
 def test_many_ranks_show_progress():
     result = run("ring", "--ranks", "20", "--tokens", "40", "--segment-lengths", "8", "--dilation-rates", "1")
     assert "100%  rank 20, of 20" in result.stderr
