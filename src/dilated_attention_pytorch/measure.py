@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 # Without this, the profiler announces each start on stderr. It reads the variable when it is first used.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+# Parts of the messages of errors that are not of their own type.
+_NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "cannot allocate memory")
 
 
 def _synchronize(device: torch.device) -> None:
@@ -193,3 +195,13 @@ class _MetaBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.in_use -= size
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that memory was not enough. That of a CPU is a RuntimeError like others.
+
+    >>> lacks_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), lacks_memory(RuntimeError("no kernel"))
+    (True, False)
+    """
+    text = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(x in text for x in _NO_MEMORY)

@@ -157,3 +157,12 @@ def test_a_standard_output_that_was_closed_at_the_start(tmp_path):
     result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=300, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_too_little_memory_of_a_cpu(run):
+    """PyTorch raises a RuntimeError for it, which other errors are too."""
+    result = run("", "profile", "--device", "cpu", "--tokens", "100B", "--json", "x.json")
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("Stopped: there is too little memory, use smaller sizes: ")
+    assert "Traceback" not in result.stderr

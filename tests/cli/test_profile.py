@@ -139,7 +139,10 @@ def test_kernels_of_a_gpu_are_not_counted_twice():
         (["--context", "64"], "--context is of a training step"),
         (["--segment-lengths", "32"], "give both or neither"),
         (["--dtype", "int8"], "--dtype must be one of"),
-        (["--ranks", "0"], "--ranks must be at least 1"),
+        (["--ranks", "0"], "--ranks must be from 1 to 64"),
+        (["--ranks", "100000"], "--ranks must be from 1 to 64"),
+        (["--heads", "0"], "--heads must be at least 1"),
+        (["--head-dim", "0"], "--head-dim must be at least 1"),
         (["--top", "0"], "--top must be at least 1"),
         (["--backend", "fastest"], "fastest"),
         (["--plot", "p.txt"], "--plot must be a picture"),
@@ -155,6 +158,11 @@ def test_presets_without_a_vocabulary_are_refused():
     result = run("profile", "--device", "cpu", "--preset", "gigapath-12x768")
     assert result.exit_code == 2
     assert result.stderr == "--preset must be one of longnet-base, tiny, small, got 'gigapath-12x768'\n"
+
+
+def test_a_context_of_no_tokens():
+    result = run("profile", "--device", "cpu", "--preset", "tiny", "--context", "0")
+    assert (result.exit_code, result.stderr) == (2, "--context must be at least 1, got 0\n")
 
 
 def test_a_trace_that_cannot_be_written_is_reported_before_the_call(tmp_path, monkeypatch):

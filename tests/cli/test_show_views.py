@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,25 @@ def test_a_folder_that_does_not_exist(tmp_path):
     assert result.exit_code == 1
     path = tmp_path / "none" / "x.json"
     assert result.stderr == f"{path} could not be written: No such file or directory; choose another file.\n"
+
+
+def test_too_many_heads_of_a_ring():
+    result = run("ring", "--heads", "1000000000")
+    assert (result.exit_code, result.stderr) == (2, "heads must be from 1 to 65,536, got 1,000,000,000\n")
+
+
+def test_many_ranks_show_progress():
+    result = run("ring", "--ranks", "20", "--tokens", "40", "--segment-lengths", "8", "--dilation-rates", "1")
+    assert "100%  rank 20, of 20" in result.stderr
+    assert "%  rank" not in run("ring", "--ranks", "4", "--tokens", "40").stderr
+
+
+def test_interrupt_over_many_ranks(tmp_path, monkeypatch):
+    """Each rank of many takes time, so that Ctrl-C comes during one."""
+    from dilated_attention_pytorch.workbench import ring_view
+
+    monkeypatch.setattr(ring_view, "dilated_plan", lambda *_: signal.raise_signal(signal.SIGINT))
+    result = run("ring", "--ranks", "20", "--json", tmp_path / "ring.json")
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "Interrupted: nothing was written."
+    assert not list(tmp_path.iterdir())

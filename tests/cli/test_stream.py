@@ -141,6 +141,19 @@ def test_interrupt_prints_what_is_finished(tmp_path):
     assert figures(run(*options[:4], "--json", "-").stdout) == figures(run("--json", "-").stdout)
 
 
+def test_interrupt_before_the_first_checkpoint(monkeypatch, tmp_path):
+    """The command does not go on from a file that is not there."""
+
+    def attend(self, *inputs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DilatedKVCache, "attend", attend)
+    result = run("--checkpoint", tmp_path / "state")
+    assert result.exit_code == 130
+    assert result.stderr.endswith("Interrupted: 0 of 3,000 tokens are finished.\n")
+    assert not list(tmp_path.iterdir())
+
+
 def test_interrupt_before_the_first_chunk(monkeypatch):
     def attend(self, *inputs):
         raise KeyboardInterrupt

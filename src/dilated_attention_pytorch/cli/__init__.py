@@ -6,6 +6,7 @@ import signal
 import sys
 
 from dilated_attention_pytorch.cli.streams import guard_streams, say_error
+from dilated_attention_pytorch.measure import lacks_memory
 
 _EXTRAS = ("typer", "rich", "matplotlib")
 
@@ -43,6 +44,11 @@ def _run() -> int:
         return 1
     except OSError as error:
         say_error(f"Stopped by an error of the operating system: {error}")
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_memory(error):
+            raise
+        say_error(f"Stopped: there is too little memory, use smaller sizes: {str(error).partition(chr(10))[0]}")
         return 1
     except KeyboardInterrupt:
         say_error("Interrupted.")

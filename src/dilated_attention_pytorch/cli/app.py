@@ -61,7 +61,13 @@ def demo(
     max_tokens: Annotated[int | None, typer.Option(help="The length of the longest text, if the time allows it.")] = None,
     json: Annotated[str | None, typer.Option(help="A file for all figures, or - for standard output.")] = None,
 ) -> None:
-    """Run dilated attention on a real text of growing length, next to dense attention, and check the result."""
+    """Run dilated attention on a real text of growing length, next to dense attention, and check the result.
+
+    \b
+    Examples:
+      dilated-attention demo --quick
+      dilated-attention demo --causal --max-tokens 32768 --json demo.json
+    """
     # Other commands run without matplotlib. It comes first, so that a missing package is reported before the measurements.
     from dilated_attention_pytorch.cli.pictures import pattern_picture, scaling_picture
 

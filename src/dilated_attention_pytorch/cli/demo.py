@@ -70,7 +70,7 @@ def choose_device(name: str | None) -> torch.device:
         return torch.device("cuda" if gpus else "cpu")
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
-        raise ValueError(f"--device must be cpu, cuda or cuda:NUMBER, got {name!r}; without it the demo chooses one")
+        raise ValueError(f"--device must be cpu, cuda or cuda:NUMBER, got {name!r}; without it the GPU is taken, if any")
     if kind == "cpu":
         return torch.device("cpu")
     if not gpus:

@@ -88,7 +88,7 @@ def make_machine(options: PlanOptions) -> Machine:
         gpu = find_gpu(options.gpu)
     elif len(given) < len(numbers):
         missing = ", ".join(f"--{name.replace('_', '-')}" for name in numbers if name not in given)
-        raise ValueError(f"{options.gpu!r} is not a GPU of the table, so its numbers are needed: {missing} are missing")
+        raise ValueError(f"{options.gpu!r} is not a GPU of the table, so its numbers are needed: give {missing} as well")
     else:
         gpu = replace(find_gpu("a100-80"), name=options.gpu, nvlink=None, source="given")
     return Machine(_with_numbers(gpu, options), options.gpus_per_node, find_link(options.link))
@@ -122,11 +122,13 @@ def make_settings(options: PlanOptions) -> PlanSettings:
     heads, kv_heads, head_dim = _sizes(options, config)
     if heads < 1 or kv_heads < 1:
         raise ValueError(f"heads must be positive, got {heads} and {kv_heads} key heads")
-    return PlanSettings(
-        tokens=tokens, pattern=_pattern(options, config, tokens, kv_heads), heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim, batch=options.batch, dtype=options.dtype, is_causal=options.causal, train=options.train,
-        gpus=options.gpus, machine=make_machine(options), layout=options.layout, transport=options.transport, model=config,
+    # The sizes are checked before a pattern is suggested for them.
+    settings = PlanSettings(
+        tokens=tokens, pattern=Dilated([1], [1]), heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=options.batch,
+        dtype=options.dtype, is_causal=options.causal, train=options.train, gpus=options.gpus,
+        machine=make_machine(options), layout=options.layout, transport=options.transport, model=config,
     )  # fmt: skip
+    return replace(settings, pattern=_pattern(options, config, tokens, kv_heads))
 
 
 def _model(options: PlanOptions) -> LongNetConfig | None:

@@ -15,7 +15,7 @@ def profile(**options: Any) -> None:
     ranks, the time of messages and its overlap with operators is shown. The profiler slows the call down, so use bench
     for speeds.
 
-    \\b
+    \b
     Examples:
       dilated-attention profile --tokens 16k --backward --plot profile.png
       dilated-attention profile --tokens 64k --segment-lengths 2048,16384 --dilation-rates 1,8

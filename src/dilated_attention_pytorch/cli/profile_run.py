@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _TOKENS = {"cpu": 8192, "cuda": 2**18}
 _DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+_MOST_RANKS = 64
 _OF_CALL = ("tokens", "heads", "head_dim", "segment_lengths", "dilation_rates", "backend")
 
 
@@ -51,8 +52,8 @@ def make_settings(options: ProfileOptions, device: torch.device) -> ProfileSetti
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}")
     if options.top < 1:
         raise ValueError(f"--top must be at least 1, got {options.top}")
-    if options.ranks is not None and options.ranks < 1:
-        raise ValueError(f"--ranks must be at least 1, got {options.ranks}")
+    if options.ranks is not None and not 1 <= options.ranks <= _MOST_RANKS:
+        raise ValueError(f"--ranks must be from 1 to {_MOST_RANKS}, got {options.ranks}; each is a process of this machine")
     dtype: torch.dtype = getattr(torch, name)
     if options.preset is not None:
         given = [f"--{x.replace('_', '-')}" for x in _OF_CALL if getattr(options, x) is not None]
@@ -61,14 +62,16 @@ def make_settings(options: ProfileOptions, device: torch.device) -> ProfileSetti
             raise ValueError(f"--preset has a pattern and sizes of its own: leave out {', '.join(given)}")
         model_config(options.preset)
         context = parse_count("--context", options.context or "1024")
+        if context < 1:
+            raise ValueError(f"--context must be at least 1, got {options.context}")
         return ProfileSettings(device=device, dtype=dtype, tokens=context, preset=options.preset)
     if options.context is not None:
         raise ValueError("--context is of a training step: give --preset as well, or use --tokens")
     tokens = _TOKENS[device.type] if options.tokens is None else parse_count("--tokens", options.tokens)
     return ProfileSettings(
-        device=device, dtype=dtype, tokens=tokens, pattern=_pattern(options, tokens), heads=options.heads or 8,
-        head_dim=options.head_dim or 64, is_causal=options.causal, backward=options.backward,
-        backend=options.backend or "auto",
+        device=device, dtype=dtype, tokens=tokens, pattern=_pattern(options, tokens),
+        heads=8 if options.heads is None else options.heads, head_dim=64 if options.head_dim is None else options.head_dim,
+        is_causal=options.causal, backward=options.backward, backend=options.backend or "auto",
     )  # fmt: skip
 
 

@@ -26,13 +26,17 @@ def multiplicity_picture(view: PatternView) -> Figure:
     branches = len(view.pattern.branches)
     shades = [_COUNTS[min(m, 1) + round(max(0, m - 1) * 2 / max(1, branches - 1))] for m in range(branches + 1)]
     norm = BoundaryNorm([m - 0.5 for m in range(branches + 2)], branches + 1)
-    border = {"edgecolors": "#e4e4e4", "linewidth": 0.3} if view.tokens <= _GRID else {}
     for head, axes in enumerate(panels.flat):
         if head >= view.key_heads:
             axes.set_axis_off()
             continue
         counts = view.multiplicity(head).numpy()
-        image = axes.pcolormesh(counts, cmap=ListedColormap(shades), norm=norm, **border)
+        if view.tokens <= _GRID:
+            border = {"edgecolors": "#e4e4e4", "linewidth": 0.3}
+            image = axes.pcolormesh(counts, cmap=ListedColormap(shades), norm=norm, **border)
+        else:  # a mesh of a million cells takes seconds, and megabytes of an .svg file
+            extent = (0, view.tokens, view.tokens, 0)
+            image = axes.imshow(counts, cmap=ListedColormap(shades), norm=norm, extent=extent, interpolation="nearest")
         axes.set(title=f"head {head}", aspect="equal", xlim=(0, view.tokens), ylim=(view.tokens, 0))
     figure.supxlabel("key position")
     figure.supylabel("query position")

@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dilated_attention_pytorch.cli.outputs import Outputs, end, parse_count, parse_integers
+from dilated_attention_pytorch.cli.progress import show_progress
 from dilated_attention_pytorch.cli.show_options import BlocksOptions, PatternOptions, RingOptions
+from dilated_attention_pytorch.cli.streams import interruptible
 from dilated_attention_pytorch.patterns.blocks import SparsePatternConfig
 from dilated_attention_pytorch.patterns.dilated import OFFSET_RULES, Dilated
 from dilated_attention_pytorch.workbench.views import BlocksView, PatternView
@@ -102,15 +104,16 @@ def show_ring(options: RingOptions) -> None:
     from dilated_attention_pytorch.workbench.ring_view import RingSizes, RingView  # imports torch.distributed
 
     outputs = Outputs(options.json, options.plot, options.quiet)
+    console = outputs.console()
     with reported():
         outputs.check()
         key_heads = options.heads if options.key_heads is None else options.key_heads
         sizes = RingSizes(parse_count("--tokens", options.tokens), options.heads, key_heads, options.head_dim)
-        view = RingView.of(
-            _dilated(options), sizes, options.ranks, layout=options.layout, is_causal=options.causal,
-            bucket_size=options.bucket_size,
-        )  # fmt: skip
-    console = outputs.console()
+        with _ring_progress(options.ranks, console, quiet=options.quiet) as report:
+            view = RingView.of(
+                _dilated(options), sizes, options.ranks, layout=options.layout, is_causal=options.causal,
+                bucket_size=options.bucket_size, report=report,
+            )  # fmt: skip
     if not options.quiet:
         if options.ranks <= _TEXT_RANKS:
             console.print(_ring_table(view))
@@ -127,6 +130,17 @@ def show_ring(options: RingOptions) -> None:
         "ranks": ranks,
     })  # fmt: skip
     outputs.draw(lambda: _ring_picture(view))
+
+
+@contextlib.contextmanager
+def _ring_progress(ranks: int, console: Console, *, quiet: bool) -> Iterator[Callable[[int], object]]:
+    """The progress over many ranks, which take up to a minute. Few ranks need none."""
+    quiet = quiet or ranks <= _TEXT_RANKS
+    try:
+        with interruptible(), show_progress(console, ranks, "rank {:,}", quiet=quiet) as report:
+            yield lambda done: report(done, f"of {ranks:,}".__str__)
+    except KeyboardInterrupt:
+        end("Interrupted: nothing was written.", 130)
 
 
 @contextlib.contextmanager

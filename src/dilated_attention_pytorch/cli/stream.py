@@ -62,7 +62,14 @@ class StreamOptions:
 
 
 def stream(**options: Any) -> None:
-    """Run one causal attention layer over a stream of random tokens in bounded memory, and check rows of the result."""
+    """Run one causal attention layer over a stream of random tokens in bounded memory, and check rows of the result.
+
+    \b
+    Examples:
+      dilated-attention stream --tokens 20_000 --heads 2 --head-dim 16 --plot stream.png
+      dilated-attention stream --tokens 1_000_000_000 --checkpoint stream.pt --json figures.json
+      dilated-attention stream --tokens 100_000 --segment-lengths 2048,65536 --dilation-rates 1,32
+    """
     _run(StreamOptions(**options))
 
 
@@ -102,7 +109,8 @@ def _run(options: StreamOptions) -> None:
     console.print(_table(settings, result))
     outputs.write(_figures(run, result, saving_s))
     if interrupted:
-        again = f"; the same command goes on from {options.checkpoint}" if options.checkpoint else ""
+        written = options.checkpoint is not None and options.checkpoint.exists()
+        again = f"; the same command goes on from {options.checkpoint}" if written else ""
         end(f"Interrupted: {result.point.position:,} of {settings.tokens:,} tokens are finished{again}.", 130)
     outputs.draw(lambda: _picture(run))
     for row in result.failed:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch.api import attention
-from dilated_attention_pytorch.measure import median_seconds
+from dilated_attention_pytorch.measure import lacks_memory, median_seconds
 from dilated_attention_pytorch.models import LongNetConfig, LongNetDecoder
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.streaming import default_pattern
@@ -41,8 +41,6 @@ from dilated_attention_pytorch.workbench.maxlen import TryResult, TrySettings
 
 _WARM_UP_TOKENS = 64
 _POLL_S = 0.5
-# Parts of the messages of errors that are not of their own type.
-_NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "cannot allocate memory")
 
 
 def main() -> None:
@@ -103,7 +101,7 @@ def _end_with_parent(trying: threading.Event) -> None:
 
 def _failure(tokens: int, error: Exception) -> TryResult:
     text = str(error).partition("\n")[0] or type(error).__name__
-    no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(x in text.lower() for x in _NO_MEMORY)
+    no_memory = lacks_memory(error)
     if wanted := re.search(r"tried to allocate ([\d.]+) (bytes|[KMG]iB)", text, re.IGNORECASE) if no_memory else None:
         size = f"{int(wanted[1]) / 2**20:,.1f} MiB" if wanted[2] == "bytes" else f"{wanted[1]} {wanted[2]}"
         text = f"no memory for another tensor of {size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dilated_attention_pytorch.distributed.messages import Message
@@ -24,8 +25,8 @@ class RingSizes:
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "heads", "key_heads", "head_dim"):
-            check_size(name, getattr(self, name), 2**40)
+        for name, most in (("tokens", 2**40), ("heads", 2**16), ("key_heads", 2**16), ("head_dim", 2**12)):
+            check_size(name, getattr(self, name), most)
         if self.heads % self.key_heads:
             raise ValueError(f"heads must be a multiple of key heads, got {self.heads} and {self.key_heads}")
 
@@ -59,9 +60,12 @@ class RingView:
     @staticmethod
     def of(
         pattern: Dilated, sizes: RingSizes, ranks: int, *, layout: str = "contiguous", is_causal: bool = False,
-        bucket_size: int | None = None,
+        bucket_size: int | None = None, report: Callable[[int], object] = int,
     ) -> RingView:  # fmt: skip
-        """The steps of all ranks, from the plans that the ranks themselves execute."""
+        """The steps of all ranks, from the plans that the ranks themselves execute.
+
+        ``report`` is called with the number of ranks so far.
+        """
         check_size("ranks", ranks, 4096)
         pattern.check_key_heads(sizes.key_heads)
         if bucket_size is not None:
@@ -74,6 +78,7 @@ class RingView:
             plan = dilated_plan(problem, shards, rank, bucket_size)
             own = RingStep("own rows", pairs=_pairs(plan.own, problem))
             steps.append((own, *(_step(sent, received, sizes, problem) for sent, received in plan.ticks)))
+            report(rank + 1)
         return RingView(layout, is_causal, tuple(shards.rows(rank) for rank in range(ranks)), tuple(steps))
 
     @property
