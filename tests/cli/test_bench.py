@@ -27,6 +27,7 @@ from dilated_attention_pytorch.workbench.processes import rank_device
 
 TINY = ["--device", "cpu", "--tokens", "96", "--heads", "2", "--head-dim", "8", "--turns", "2", "--seconds", "0"]
 CPU = torch.device("cpu")
+REASON = "out of memory: cannot allocate memory: you tried"
 
 
 @pytest.fixture(autouse=True)
@@ -144,13 +145,14 @@ def test_an_error_of_a_backend_is_a_failure(monkeypatch):
     assert "failed: sdpa: RuntimeError: no kernel image" in result.stderr
 
 
-def test_a_call_that_runs_out_of_memory_in_a_turn_ends_no_other(monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])  # of a GPU, of a CPU
+def test_a_call_that_runs_out_of_memory_in_a_turn_ends_no_other(monkeypatch, error):
     turn, times = engine.turn_seconds, []
 
     def without_memory(*arguments):
         times.append(1)
         if len(times) == 4:  # in the second turn of the second call
-            raise torch.OutOfMemoryError("no\nmemory")
+            raise error("cannot allocate memory:\nyou tried")
         return turn(*arguments)
 
     monkeypatch.setattr(engine, "turn_seconds", without_memory)
@@ -159,8 +161,8 @@ def test_a_call_that_runs_out_of_memory_in_a_turn_ends_no_other(monkeypatch):
     found = rows_of(document(result.stdout), "sdpa")
     assert found["forward"]["status"] == "measured"
     both = found["forward and backward"]
-    assert (both["status"], both["median_seconds"], both["reason"]) == ("not run", None, "out of memory: no memory")
-    assert "not run: sdpa: out of memory: no memory" in " ".join(result.stderr.split())
+    assert (both["status"], both["median_seconds"], both["reason"]) == ("not run", None, REASON)
+    assert f"not run: sdpa: {REASON}" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

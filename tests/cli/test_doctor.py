@@ -174,6 +174,10 @@ def test_interrupt_prints_what_is_checked(monkeypatch):
 def test_options_that_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "read_machine", None)
     assert run("--ranks", "--ranks-seconds", 0).exit_code == 2
+    result = run("--ranks-seconds", 5)
+    assert (result.exit_code, result.stderr) == (2, "--ranks-seconds belongs to --ranks, got 5 without it; add --ranks\n")
+    result = run("--json", "")
+    assert (result.exit_code, result.stderr) == (2, "--json must be a file, or - for standard output, got an empty name\n")
     result = run("--json", tmp_path)
     assert result.exit_code == 1
     assert "could not be written: Is a directory" in result.stderr

@@ -138,6 +138,7 @@ def test_settings_of_options(tried):
     [
         (["--memory", "64"], ["--memory must be a size with a unit", "'64'"]),
         (["--memory", "lots"], ["--memory", "'lots'"]),
+        (["--memory", "-1GiB"], ["--memory must be a size with a unit", "'-1GiB'"]),
         (["--memory", "1KiB"], ["--memory must be at least 1MiB"]),
         (["--dtype", "int8"], ["--dtype must be one of", "'int8'"]),
         (["--backend", "hopper"], ["no backend can serve this call", "Hopper kernels run on CUDA tensors, got cpu"]),

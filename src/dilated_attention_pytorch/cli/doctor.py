@@ -19,13 +19,15 @@ from dilated_attention_pytorch.workbench.doctor import BackendFinding, advise, c
 from dilated_attention_pytorch.workbench.machine import OTHER_PROJECT, CudaFacts, MachineFacts, read_machine
 from dilated_attention_pytorch.workbench.ring_check import WORLD, check_ring
 
+_RANKS_S = 120.0
+
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
     """The options as they are given. Typer reads the fields."""
 
     ranks: Annotated[bool, typer.Option("--ranks", help="Also check two processes over gloo, which takes longer.")] = False
-    ranks_seconds: Annotated[float, typer.Option(help="The longest time of that check.")] = 120.0
+    ranks_seconds: Annotated[float | None, typer.Option(help="The longest time of that check. By default 120.")] = None
     json: Annotated[str | None, typer.Option(help="A file for the report as JSON, or - for standard output.")] = None
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing: the exit code says whether all is exact.")] = False
 
@@ -64,8 +66,11 @@ doctor.__signature__ = inspect.signature(DoctorOptions, eval_str=True)  # type: 
 
 def _run(options: DoctorOptions) -> None:
     outputs = Outputs(options.json, quiet=options.quiet)
-    if not 0.0 < options.ranks_seconds < float("inf"):
-        end(f"--ranks-seconds must be a positive number, got {options.ranks_seconds}", 2)
+    if options.ranks_seconds is not None and not options.ranks:
+        end(f"--ranks-seconds belongs to --ranks, got {options.ranks_seconds:g} without it; add --ranks", 2)
+    seconds = _RANKS_S if options.ranks_seconds is None else options.ranks_seconds
+    if not 0.0 < seconds < float("inf"):
+        end(f"--ranks-seconds must be a positive number, got {seconds}", 2)
     outputs.check()
     console = outputs.console()
     report, interrupted = None, False
@@ -80,7 +85,7 @@ def _run(options: DoctorOptions) -> None:
                     done = f"{finding.backend} on {finding.device}, {finding.dtype}"
                     progress(len(report.findings), lambda done=done: done)  # type: ignore[misc]
                 if options.ranks:
-                    report = replace(report, ring=check_ring(options.ranks_seconds))
+                    report = replace(report, ring=check_ring(seconds))
                     progress(total, lambda: f"{WORLD} ranks over gloo")
     except KeyboardInterrupt:
         interrupted = True

@@ -167,7 +167,7 @@ def _branches(options: MaxlenOptions) -> tuple[tuple[int, int], ...] | None:
 def _memory(text: str | None, device: torch.device) -> int | None:
     """The bytes for a try; None for all of a GPU. Half of what is free on the host leaves the rest to other programs."""
     if text is not None:
-        number = re.fullmatch(r"(.*[kmg]i?)b?", text.strip(), re.IGNORECASE)
+        number = re.fullmatch(r"([\d.]+[kmg]i?)b?", text.strip(), re.IGNORECASE)
         if number is None:
             raise ValueError(f"--memory must be a size with a unit, such as 512MiB or 2GiB, got {text!r}")
         size = parse_count("--memory", number[1])

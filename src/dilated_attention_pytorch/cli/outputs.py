@@ -59,6 +59,8 @@ class Outputs:
         if self.plot is not None:
             check_picture("--plot", self.plot)
             import matplotlib  # noqa: F401  # a missing package is reported before the work
+        if self.json == "":
+            end("--json must be a file, or - for standard output, got an empty name", 2)
         for path in (self._json_file, self.plot):
             if path is not None:
                 with reported(path):

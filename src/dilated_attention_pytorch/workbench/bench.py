@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.measure import Spread, peak_extra_bytes, turn_seconds
+from dilated_attention_pytorch.measure import Spread, lacks_memory, peak_extra_bytes, turn_seconds
 from dilated_attention_pytorch.workbench.bench_values import (
     BOTH,
     FORWARD,
@@ -76,7 +76,9 @@ class BenchGroup:
                 yield f"{row.setting}, {row.method}, {row.direction}: turn {turn + 1} of {self.settings.turns}"
                 try:
                     measured.times.append(turn_seconds(measured.call, self.settings.device, self.settings.seconds))
-                except torch.OutOfMemoryError as error:
+                except RuntimeError as error:
+                    if not lacks_memory(error):
+                        raise
                     # The first call of a method may fit, and a later one not, because other calls have divided the memory.
                     self.measured = [x for x in self.measured if x is not measured]
                     self.refused.append(replace(row, status="not run", reason=_one_line(f"out of memory: {error}")))
@@ -122,9 +124,10 @@ class BenchGroup:
             return
         try:
             self._check(method)
-        except torch.OutOfMemoryError as error:
-            self._refuse(method, "not run", f"out of memory: {error}")
         except (RuntimeError, ImportError, ValueError, TypeError) as error:
+            if lacks_memory(error):
+                self._refuse(method, "not run", f"out of memory: {error}")
+                return
             # Other libraries raise all of these for sizes and devices that they do not have.
             if not method.peer and not isinstance(error, RuntimeError):
                 raise

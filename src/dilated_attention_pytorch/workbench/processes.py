@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import queue
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,7 +39,8 @@ def run_ranks(world: int, device: torch.device, function: Callable[..., None], *
     """Call ``function(rank, device, send, *arguments)`` in ``world`` processes, and yield what they send.
 
     The processes form the default group: gloo, and NCCL beside it if every rank has a GPU of its own. On a CPU each has
-    one thread. They ignore Ctrl-C. They are ended when the iterator is closed. A ProcessError says why one has failed.
+    one thread. They ignore Ctrl-C. They end when the iterator is closed, or when this process is killed. A ProcessError
+    says why one has failed.
     """
     context = mp.get_context("spawn")
     sent = context.Queue()
@@ -47,8 +52,9 @@ def run_ranks(world: int, device: torch.device, function: Callable[..., None], *
             for rank in range(world)
         ]
         try:
-            for process in started:
-                process.start()
+            with _interrupts_blocked():
+                for process in started:
+                    process.start()
             running = world
             while running:
                 try:
@@ -75,10 +81,31 @@ def run_ranks(world: int, device: torch.device, function: Callable[..., None], *
             sent.close()
 
 
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Let processes that are started here begin with Ctrl-C blocked. It would interrupt their import of PyTorch."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # an interrupt in between is delivered now
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _run(
     rank: int, world: int, device: torch.device, store: str, sent: Any, function: Callable[..., None], arguments: Any
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     own = rank_device(device, world, rank)
     if own.type == "cpu":
         torch.set_num_threads(1)
