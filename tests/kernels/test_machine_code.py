@@ -150,7 +150,7 @@ def test_hopper_kernels(kernel, head_dim):
         assert case[0] not in PRODUCTS[kernel] or {x["products"] for x in used["loops"]} == {PRODUCTS[kernel][case[0]]}
         # The next launch may begin before tables are read. Groups that add parts wait for the last launch before they read
         # these and before they write. Others read nothing, but for the second pass of a forward, which reads its own marks.
-        group = r"WL+S+" if case[3] > 0 else r"L*S+" if kernel == "forward" else r"S+"
+        group = r"WL+S+" if case[3] > 0 else r"S+LLS+" if kernel == "forward" else r"S+"
         assert re.fullmatch(rf"({group}|BL+)*", used["memory_order"])
         assert used["memory_order"].count("B") == 1
         assert used["memory_order"].count("W") == (2 * passes(kernel) if case[3] > 0 else 0)

@@ -50,17 +50,55 @@ for pattern in (Dilated([64, 256], [1, 2]), BlockSparse.custom(torch.ones(4, 4).
             steps.append(sorted(compiled))
 print(json.dumps(steps))
 """
+# One kernel of two cannot be compiled. Then the first one is compiled again, with other arguments, and by itself.
+BROKEN = (
+    PROGRAM.partition("from dilated")[0]
+    + """
+import triton.language as tl
+from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, compile_side_by_side, launch
+
+@triton.jit
+def add_kernel(X, N, BLOCK: tl.constexpr):
+    tl.store(X + tl.arange(0, BLOCK), 1.0)
+
+@triton.jit
+def broken_kernel(X, N, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK < 0, "this kernel is broken")
+
+x = torch.zeros(64)
+good, broken = (KernelLaunch(kernel, 1, (), (64,), {"BLOCK": 16}) for kernel in (add_kernel, broken_kernel))
+try:
+    compile_side_by_side(lambda: launch((good, broken), (x,)))
+except triton.CompilationError as error:
+    print("this kernel is broken" in str(error))
+compile_side_by_side(lambda: launch((KernelLaunch(add_kernel, 1, (), (64,), {"BLOCK": 32}),), (x,)))
+add_kernel.warmup(x, 64, BLOCK=64, grid=(1,))
+names = [k.metadata.name for cache in add_kernel.device_caches.values() for k in cache[0].values()]
+print(len(names) >= 2, set(names))  # Triton 3.6 does not keep the kernel that was compiled beside the broken one
+"""
+)
+
+
+def run(program: str, folder) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder)
+    path = folder / "program.py"  # Triton reads the source of kernels
+    path.write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", path], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_everything_is_compiled_and_nothing_runs(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    steps = json.loads(done.stdout)
+    steps = json.loads(run(PROGRAM, tmp_path))
     dilated, blocks = steps[:5], steps[5:]
     # Two launches of each kernel: partial results of rate 2, and rate 1 with these.
     assert dilated == [["forward_kernel"] * 2, ["delta_kernel", *["dkv_kernel"] * 2, *["dq_kernel"] * 2], [], [], []]
     # delta was compiled before.
     assert blocks == [["block_forward_kernel"], ["block_dkv_kernel", "block_dq_kernel"], [], [], []]
+
+
+def test_a_compilation_that_fails_leaves_nothing_behind(tmp_path):
+    assert run(BROKEN, tmp_path).splitlines() == ["True", "True {'add_kernel'}"]

@@ -26,6 +26,12 @@ def test_a_group_is_refused():
         warm_up(q, q, q, PATTERN, group=object())
 
 
+def test_nested_tensors_are_refused():
+    x = torch.nested.nested_tensor([torch.zeros(5, 2, 8), torch.zeros(7, 2, 8)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="got nested ones; pass their rows packed, with cu_seqlens"):
+        warm_up(x, x, x, PATTERN)
+
+
 @pytest.mark.parametrize(
     "options", [{"lengths": [49]}, {"scale": torch.nan}, {"dropout_p": 2.0}, {"mixing_gradient": "some"}, {"backend": "x"}]
 )

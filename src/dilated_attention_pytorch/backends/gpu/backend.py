@@ -63,14 +63,22 @@ class TableBackend:
             found: Inputs = kernels.gradients(problem, inputs, saved.dout, statistics, options, grads)
         return found
 
-    def compile(self, problem: Problem, inputs: Inputs, options: Options, *, backward: bool) -> None:
-        """Compile the kernels of a forward, and of a backward, side by side. None of them runs."""
-        from dilated_attention_pytorch.backends.gpu.launch import compile_only  # it imports triton
+    def compile(
+        self, problem: Problem, inputs: Inputs, options: Options, *, backward: bool = True, uses_lse: bool = False
+    ) -> None:
+        """Compile the kernels of a forward, and of a backward, side by side. None of them runs.
 
-        with compile_only():
+        ``uses_lse``: the backward has a gradient of lse as well.
+        """
+        from dilated_attention_pytorch.backends.gpu.launch import compile_side_by_side  # it imports triton
+
+        def both() -> None:
             out, lse = self.forward(problem, inputs, options)
             if backward:
-                self.backward(problem, inputs, Saved(out, lse, torch.empty_like(out)), options)
+                saved = Saved(out, lse, torch.empty_like(out), torch.empty_like(lse) if uses_lse else None)
+                self.backward(problem, inputs, saved, options)
+
+        compile_side_by_side(both)
 
     def row_statistics(self, problem: Problem, saved: Saved, options: Options) -> RowStatistics:
         """What the backward reads of each query row, for several calls of ``gradients`` with the same queries."""

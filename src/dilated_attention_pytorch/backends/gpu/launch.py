@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,18 +19,19 @@ FUSED = {"enable_fp_fusion": True}
 _compiling_only: ContextVar[bool] = ContextVar("_compiling_only", default=False)
 
 
-@contextmanager
-def compile_only() -> Iterator[None]:
-    """Within this context ``launch`` compiles kernels, and launches none. At its end all are compiled.
+def compile_side_by_side(call: Callable[[], object]) -> None:
+    """Make a call in which ``launch`` compiles kernels and launches none. At its end all are compiled.
 
-    They are compiled side by side in threads: Triton's passes do not hold Python's lock, and the assembler is a process.
+    They are compiled in threads: Triton's passes do not hold Python's lock, and the assembler is a process.
     """
-    with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
-        before = _compiling_only.set(True)
-        try:
-            yield
-        finally:
-            _compiling_only.reset(before)
+
+    def inside() -> None:
+        with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
+            _compiling_only.set(True)
+            call()
+
+    # In a context of its own, because Triton 3.6 does not leave its mode if a compilation fails.
+    copy_context().run(inside)
 
 
 @lru_cache(maxsize=64)
@@ -56,7 +56,7 @@ class KernelLaunch:
     compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=dict)
 
     def compile(self, tensors: tuple[Tensor, ...], changing: tuple[int, ...]) -> None:
-        """Let Triton compile the kernel for ``first``, inside of ``compile_only``."""
+        """Let Triton compile the kernel for ``first``, inside of ``compile_side_by_side``."""
         arguments = (*tensors, *changing, *self.tables, *self.numbers)
         self.kernel.warmup(*arguments, grid=(self.programs,), **self.constants, **FUSED)
 
@@ -83,21 +83,19 @@ def launch(launches: tuple[KernelLaunch, ...], tensors: tuple[Tensor, ...], chan
     stream = None if device.type != "cuda" else driver.active.get_current_stream(device.index)
     numbers = [x == 1 or 16 * (x % 16 == 0) for x in changing]
     kind = (device, *[address % 16 == 0 for address in addresses], *[x.dtype for x in tensors], *numbers)
-    new = [one for one in launches if kind not in one.compiled]
+    found = [one.compiled.get(kind) for one in launches]
+    new = [one for one, known in zip(launches, found, strict=True) if known is None] if None in found else []
     if _compiling_only.get():
         for one in new:
             one.compile(tensors, changing)
         return
     if len(new) > 1 and stream is not None:  # the interpreter compiles nothing
-        with compile_only():
-            for one in new:
-                one.compile(tensors, changing)
-    for one in launches:
-        found = one.compiled.get(kind)
-        if found is None:
+        compile_side_by_side(partial(launch, tuple(new), tensors, changing))
+    for one, known in zip(launches, found, strict=True):
+        if known is None:
             one.first(kind, tensors, changing)
         else:
-            run, values = found
+            run, values = known
             run(*addresses, *changing, *values, stream=stream)
 
 
