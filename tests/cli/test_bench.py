@@ -204,7 +204,10 @@ def test_other_suites(suite):
         assert {row["tokens"] for row in found["rows"]} == {1, 300}
     elif suite == "peers":
         assert status["authors"] == status["sdpa math"] == status["sdpa flash"] == "measured"
-        assert status["sdpa cudnn"] == "not run"
+        assert status["sdpa cudnn"] == status["cudnn blocks"] == "not run"
+        assert {row["setting"] for row in found["rows"] if row["method"] == "this library"} == {
+            "dilated", "dense", "random blocks 0.1",
+        }  # fmt: skip
         assert "minutes on a CPU" in next(row["reason"] for row in found["rows"] if row["method"] == "flex")
     else:
         density = {row["setting"]: row["flops"] for row in found["rows"] if row["method"] == "sdpa"}

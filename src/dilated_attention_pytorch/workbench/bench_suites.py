@@ -21,6 +21,8 @@ from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.workbench.bench import BenchGroup, BenchPrediction
 from dilated_attention_pytorch.workbench.bench_values import BenchMethod, BenchProblem, BenchSettings, Neighborhood
 from dilated_attention_pytorch.workbench.peers import peer_methods
+from dilated_attention_pytorch.workbench.peers_cudnn import cudnn_blocks
+from dilated_attention_pytorch.workbench.peers_cudnn import why_not as why_not_cudnn
 
 PAPER = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
 WIDE = Dilated([2048, 8192, 32768, 131072, 524288], [1, 4, 16, 64, 256])
@@ -221,4 +223,9 @@ def _peers(settings: BenchSettings) -> Found:
         BenchMethod("this library", problem, "dilated attention", own),
         BenchMethod("this library", whole, "dense attention, as one segment", own),
     ]
-    yield [*ours, *peer_methods(problem, whole, compile_on_cpu="flex" in settings.only)], None
+    blocks = settings.problem("random blocks 0.1", _random_blocks(problem, 0.1), sizes)
+    computes = f"blocks of {_BLOCK}"
+    ours.append(BenchMethod("this library", blocks, computes, own))
+    refused = why_not_cudnn(blocks)
+    cudnn = BenchMethod("cudnn blocks", blocks, computes, cudnn_blocks, backward=False, refused=refused, peer=True)
+    yield [*ours, cudnn, *peer_methods(problem, whole, compile_on_cpu="flex" in settings.only)], None
