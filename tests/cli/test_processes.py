@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="pr
 
 # The ranks send their numbers and then wait for what does not happen.
 PROGRAM = """
-import os, sys, threading, time
-from pathlib import Path
+import os, signal, threading
 
 import torch
 
@@ -29,6 +30,7 @@ def work(rank, device, send):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     for pid in run_ranks(2, torch.device("cpu"), work):
         print(pid, flush=True)
 """
@@ -48,17 +50,23 @@ def wait_for(condition) -> bool:
     return condition()
 
 
-def start(tmp_path) -> subprocess.Popen:
+@contextmanager
+def started(tmp_path) -> Iterator[subprocess.Popen]:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     # A session of its own: Ctrl-C reaches all processes of it, as in a terminal.
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_ranks_end_when_their_parent_is_killed(tmp_path):
-    with start(tmp_path) as process:
+    with started(tmp_path) as process:
         ranks = [int(process.stdout.readline()) for _ in range(2)]
         assert all(map(is_alive, ranks))
         process.kill()
@@ -73,7 +81,7 @@ def blocks_interrupts(pid: int) -> bool:
 
 def test_ranks_begin_with_interrupts_blocked(tmp_path):
     """While they import PyTorch, they cannot ignore Ctrl-C yet. The process that starts them is interrupted as usual."""
-    with start(tmp_path) as process:
+    with started(tmp_path) as process:
         ranks = [int(process.stdout.readline()) for _ in range(2)]
         assert all(map(blocks_interrupts, ranks))
         assert not blocks_interrupts(process.pid)
