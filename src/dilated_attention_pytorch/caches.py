@@ -59,6 +59,7 @@ CACHES = (
     Cache("workbench.plan_ranks", "rank_work", "the work of ranks by the settings of a plan"),
     Cache("workbench.peers", "_flex_mask", "masks of FlexAttention by pattern and sizes, four entries"),
     Cache("workbench.peers", "_compiled_flex", "the compiled FlexAttention"),
+    Cache("workbench.peers_cudnn", "_graph", "graphs of cuDNN by problem, four entries"),
     Cache("training.data", "_epoch", "the order of the windows of an epoch"),
     Cache("integrations.transformers.config", "_longnet", "configurations by the values of their fields"),
 )
