@@ -92,7 +92,7 @@ def test_a_model():
         (["--tokens", "1M", "--gpus-per-node", "0"], "a node has at least one GPU"),
         (["--tokens", "1M", "--link", "string"], "the link must be one of"),
         (["--tokens", "1M", "--heads", "0"], "heads must be positive"),
-        (["--tokens", "1M", "--heads", "1000000000"], "heads must be an integer from 1 to 65,536"),
+        (["--tokens", "1M", "--heads", "1000000000"], "heads must be an integer from 1 to 1,024"),
         (["--tokens", "9" * 20], "tokens must be an integer from 1 to 1,099,511,627,776"),
         (["--tokens", "1M", "--segments", "5"], "give both or neither"),
         (["--tokens", "1M", "--segments", "5", "--rates", "1,2"], "1"),

@@ -130,7 +130,8 @@ def test_what_is_too_large_for_text():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["pattern", "--heads", 0], "heads must be from 1 to 1,024, got 0"),
+        (["pattern", "--heads", 0], "heads must be from 1 to 64, got 0"),
+        (["pattern", "--tokens", 1024, "--heads", 9], "tokens times heads must be from 1 to 8,192, got 9,216"),
         (["pattern", "--tokens", 2000], "tokens must be from 1 to 1,024, got 2,000"),
         (["pattern", "--offsets", "x"], "--offsets must be integers separated by commas, such as 2048,8192, got 'x'"),
         (["segments", "--segment-lengths", "4"], "need the same number of entries, at least one: got 1 segment lengths"),
@@ -159,7 +160,7 @@ def test_a_folder_that_does_not_exist(tmp_path):
 
 def test_too_many_heads_of_a_ring():
     result = run("ring", "--heads", "1000000000")
-    assert (result.exit_code, result.stderr) == (2, "heads must be from 1 to 65,536, got 1,000,000,000\n")
+    assert (result.exit_code, result.stderr) == (2, "heads must be from 1 to 1,024, got 1,000,000,000\n")
 
 
 def test_many_ranks_show_progress():

@@ -16,6 +16,7 @@ LAYOUTS = ("contiguous", "zigzag")
 TRANSPORTS = ("auto", "ring", "allgather", "ulysses")
 MOST_GPUS = 4096
 MOST_TOKENS = 2**40
+MOST_HEADS = 2**10  # the time of a plan grows with the heads
 # Block lists are counted block by block.
 MOST_BLOCKS = 5 * 10**7
 
@@ -67,7 +68,7 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         for name, most in (
-            ("tokens", MOST_TOKENS), ("heads", 2**16), ("head_dim", 2**12), ("batch", 2**20), ("gpus", MOST_GPUS),
+            ("tokens", MOST_TOKENS), ("heads", MOST_HEADS), ("head_dim", 2**12), ("batch", 2**20), ("gpus", MOST_GPUS),
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:

@@ -25,7 +25,7 @@ class RingSizes:
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        for name, most in (("tokens", 2**40), ("heads", 2**16), ("key_heads", 2**16), ("head_dim", 2**12)):
+        for name, most in (("tokens", 2**40), ("heads", 2**10), ("key_heads", 2**10), ("head_dim", 2**12)):
             check_size(name, getattr(self, name), most)
         if self.heads % self.key_heads:
             raise ValueError(f"heads must be a multiple of key heads, got {self.heads} and {self.key_heads}")

@@ -11,6 +11,8 @@ from dilated_attention_pytorch.patterns.blocks import SparsePatternConfig
 from dilated_attention_pytorch.patterns.dilated import Dilated
 
 MOST_TOKENS = 1024  # a picture cannot show more cells
+MOST_HEADS = 64
+MOST_ROWS = 8192  # of all heads: each head has a picture of tokens x tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class PatternView:
 
     def __post_init__(self) -> None:
         check_size("tokens", self.tokens, MOST_TOKENS)
-        check_size("heads", self.key_heads, MOST_TOKENS)
+        check_size("heads", self.key_heads, MOST_HEADS)
+        check_size("tokens times heads", self.tokens * self.key_heads, MOST_ROWS)
         self.pattern.check_key_heads(self.key_heads)
 
     def multiplicity(self, head: int) -> Tensor:
