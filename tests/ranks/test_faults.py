@@ -232,7 +232,11 @@ def test_a_rank_that_stalls_in_a_gathering(own_ranks, backward):
 
 def check_never_there(group, act) -> None:
     rank, local = dist.get_rank(), [shard_sequence(x, group) for x in whole()]
+    # A rank is through init_process_group while others may still connect to it.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"connected {rank}", "yes")
     if rank == 2:
+        store.wait([f"connected {other}" for other in range(WORLD)])
         act()
     others = "" if rank == 2 else "rank 2 did not take part"
     with pytest.raises(GroupError, match=rf"^rank {rank} could not compare its arguments with the others: {others}"):
