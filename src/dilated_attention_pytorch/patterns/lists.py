@@ -67,7 +67,7 @@ class BlockLists:
         ([[[2, 3]]], [[[1, 3]]], [[[0, 2]]])
         """
         mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-        # One copy to the host for both: each one waits for the device.
+        # One copy to the host serves both counts, because each copy waits for the device.
         counts = torch.stack([x.sum(-1, dtype=torch.int32) for x in (mask, mask.tril(first))]).cpu().long()
         indices = mask.nonzero()[:, -1].to(torch.int32)
         plain = BlockLists.packed(counts[0], indices, block_size, mask.shape[-1], first)

@@ -13,8 +13,6 @@ from torch import Tensor
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.workbench.bench_values import BenchProblem
 
-BLOCK = 128  # cuDNN's tiles: the only size that its masks have
-
 
 def why_not(problem: BenchProblem) -> str:
     """Why cuDNN's frontend cannot serve a problem; empty if it may."""

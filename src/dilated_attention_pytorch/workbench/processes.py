@@ -83,7 +83,7 @@ def run_ranks(world: int, device: torch.device, function: Callable[..., None], *
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Let processes that are started here begin with Ctrl-C blocked. It would interrupt their import of PyTorch."""
+    """Start processes with Ctrl-C blocked inside of this context. It would interrupt their import of PyTorch."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
