@@ -3,7 +3,8 @@
     PYTHONPATH=src python3 benchmarks/first_call.py [--head-dim 64] [--tokens 65536] [--out FILE]
 
 Every row is a process of its own. ``empty`` is a cache without kernels, ``filled`` the same one after a process. Times are
-seconds of the host until the device is done. The import of PyTorch and of this library is not counted.
+seconds of the host until the device is done. The import of PyTorch and of this library is not counted, and neither is
+``torch_backward``: what PyTorch itself imports at the first backward of a process, of any operation.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ def child(tokens: int, head_dim: int, warm: bool) -> dict[str, float]:
     q, k, v = (torch.randn(1, tokens, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     dout = torch.randn_like(q)
+    start = time.perf_counter()
+    torch.autograd.grad(q * 2, q, dout)
     torch.cuda.synchronize()
-    found = {"warm_up": warm_up(q, k, v, pattern, is_causal=True)} if warm else {}
+    found = {"torch_backward": time.perf_counter() - start}
+    found |= {"warm_up": warm_up(q, k, v, pattern, is_causal=True)} if warm else {}
     for name in ("first", "second"):
         start = time.perf_counter()
         out = attention(*inputs, pattern, is_causal=True)

@@ -61,18 +61,44 @@ def test_scores_that_grow(pattern, nats, causal):
     oracle.assert_rounding_only(results(call, q, k, v, dout), yardstick, exact, torch.bfloat16)
 
 
+def exact_results(pattern, q, k, v, dout):
+    """out, lse, dq, dk, dv of causal attention in float64, head by head on the GPU: longer than ``oracle`` can."""
+    n, heads, d = q.shape[1:]
+    rows = torch.arange(n, device=q.device)[:, None]
+    keys = rows.T
+    found = []
+    for h in range(heads):
+        count = torch.zeros(n, n, dtype=torch.float64, device=q.device)
+        for w, r in pattern.branches:
+            own = [(x % w) % r == h % r for x in (rows, keys)]
+            count += (rows // w == keys // w) & own[0] & own[1] & (keys <= rows)
+        one = [x[:, :, h].double() for x in (q, k, v, dout)]
+
+        def dense(q, k, v, count=count):
+            s = q @ k.transpose(1, 2) * d**-0.5 + count.log()
+            return s.softmax(-1) @ v, s.logsumexp(-1)
+
+        found.append(results(dense, *one))
+    by_head = list(zip(*found, strict=True))
+    return [
+        torch.stack(x, 1 if name == "lse" else 2) for name, x in zip(("out", "lse", "dq", "dk", "dv"), by_head, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("nats", [20.0, 60.0])
 @pytest.mark.parametrize("head_dim", [48, 64, 128])
 def test_programs_of_many_items(head_dim, nats):
-    """Three and four items for a multiprocessor, and parts; against the portable kernels, whose softmax is online."""
+    """Three and four items for a multiprocessor, and parts; errors beside those of PyTorch's kernels.
+
+    Softmax is so sharp here that dq has a relative error of 1 to 3 % in bfloat16, whoever computes it.
+    """
     pattern = Dilated([1024, 2048], [1, 2])
     inputs = growing(4096, 16, head_dim, nats)
-    ours, others = (
+    ours, stock = (
         results(lambda *x, b=b: attention(*x, pattern, is_causal=True, backend=b, return_lse=True), *inputs)
-        for b in ("hopper", "triton")
+        for b in ("hopper", "sdpa")
     )
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, others, strict=True):
-        assert (a - b).float().norm() < 1e-2 * b.float().norm(), name
+    oracle.assert_rounding_only(ours, stock, exact_results(pattern, *inputs), torch.bfloat16)
 
 
 @pytest.mark.parametrize("nats", [20.0, 40.0, 80.0, 300.0])

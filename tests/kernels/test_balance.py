@@ -24,10 +24,10 @@ GIGAPATH = Dilated([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
 
 
 @triton.jit
-def locate_kernel(TABLE, FOUND, families, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
+def locate_kernel(TABLE, FOUND, families, group, programs, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
     item = tl.program_id(0)
     row = find_family(TABLE, families, item)
-    block, _, _, _, _, _, q_rows, _, k_rows, _, _, causal = locate(row, item, group, BLOCK, BY_KEYS, True)
+    block, _, _, _, _, _, q_rows, _, k_rows, _, _, causal = locate(row, item, group, BLOCK, BY_KEYS, programs)
     tl.store(FOUND + item * 4, block)
     tl.store(FOUND + item * 4 + 1, q_rows)
     tl.store(FOUND + item * 4 + 2, k_rows)
@@ -40,16 +40,20 @@ def plan_of(problem, by_keys, programs, block=128, device=None):
     )
 
 
+@pytest.mark.parametrize("programs", [4, 16])
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_rows_are_those_of_the_items_that_kernels_locate(by_keys, causal):
-    """Two samples of different lengths, grouped heads, and segments that rates do not divide."""
+def test_rows_are_those_of_the_items_that_kernels_locate(by_keys, causal, programs):
+    """Two samples of different lengths, grouped heads, and segments that rates do not divide.
+
+    A round of 16 programs has 4 tiles of 4 blocks.
+    """
     problem = Problem(Dilated([60, 200], [1, 3]), causal, 2, 150, 150, 4, 2, (150, 70))
-    launches = [one for one in plan_of(problem, by_keys, 4, 16, DEVICE).launches if one.attends]
+    launches = [one for one in plan_of(problem, by_keys, programs, 16, DEVICE).launches if one.attends]
     assert len(launches) == 2
     for one in launches:
         found = torch.zeros(one.programs, 4, dtype=torch.int32, device=DEVICE)
-        locate_kernel[(one.programs,)](one.table, found, len(one.table), 2, 16, by_keys)
+        locate_kernel[(one.programs,)](one.table, found, len(one.table), 2, programs, 16, by_keys)
         expected = []
         for block, q_rows, k_rows, masked in found.tolist():
             others, own = (q_rows, k_rows) if by_keys else (k_rows, q_rows)
@@ -57,7 +61,7 @@ def test_rows_are_those_of_the_items_that_kernels_locate(by_keys, causal):
             sees = (lambda i, j: j >= i) if by_keys else (lambda i, j: j <= i)
             # The last block of rows is as long as the others to the kernel, but causal tiles have no further keys.
             expected.append(sum(not masked or any(sees(i, j) for i in rows) for j in range(others)) + 16)
-        assert item_rows(one.table.cpu(), one.programs, 16, by_keys).tolist() == expected
+        assert item_rows(one.table.cpu(), one.programs, 16, by_keys, programs).tolist() == expected
 
 
 def longest_first(rows, programs):
@@ -79,7 +83,7 @@ def test_programs_have_as_many_rows(pattern, tokens, heads, by_keys):
         if not 132 < one.programs <= MOST_ITEMS:
             assert len(one.order) == 0
             continue
-        rows = item_rows(one.table, one.programs, 128, by_keys)
+        rows = item_rows(one.table, one.programs, 128, by_keys, 132)
         order = one.order if len(one.order) else torch.arange(one.programs)
         assert sorted(order.tolist()) == list(range(one.programs))
         read = [int(rows[order[program::132]].sum()) for program in range(132)]
@@ -87,6 +91,19 @@ def test_programs_have_as_many_rows(pattern, tokens, heads, by_keys):
         unordered = [int(rows[program::132].sum()) for program in range(132)]
         worst = max(worst, max(unordered) * 132 / sum(unordered))
     assert worst > 1.4
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("rows", [256, 512, 1024, 2048, 8192])
+def test_long_launches_need_no_order(rows, by_keys):
+    """A round of 132 programs has 66 tiles of 256 rows, so without further turns a program would meet one block only."""
+    problem = Problem(Dilated([rows], [1]), True, 1, 2**18, 2**18, 16, 16)
+    (one,) = plan_of(problem, by_keys, 132).launches
+    assert one.programs > MOST_ITEMS
+    assert len(one.order) == 0
+    read = item_rows(one.table, one.programs, 128, by_keys, 132)
+    by_program = [int(read[program::132].sum()) for program in range(132)]
+    assert max(by_program) * 132 < 1.04 * sum(by_program)
 
 
 def test_orders_that_do_not_pay():

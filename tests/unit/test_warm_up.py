@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from dilated_attention_pytorch import BlockSparse, Dilated, attention, warm_up
+from dilated_attention_pytorch.backends.gpu.backend import TableBackend
+from dilated_attention_pytorch.call import make_call
+from dilated_attention_pytorch.operators import problem_and_options
+from dilated_attention_pytorch.values import Inputs, Results
 
 PATTERN = Dilated([16, 32], [1, 2])
 
@@ -42,3 +48,33 @@ def test_mistakes_are_those_of_attention(options):
     with pytest.raises(expected.type) as found:
         warm_up(q, q, q, PATTERN, **options)
     assert str(found.value) == str(expected.value)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_first_call_with_gradients_compiles_the_backward(monkeypatch):
+    """Once for each kind of kernels: causality, head size and rates decide; the length does not."""
+    backend, compiled = TableBackend(), []
+    kernels = SimpleNamespace(forward=lambda problem, inputs, options, given: Results(inputs.query, inputs.query[..., 0]))
+    monkeypatch.setattr(backend, "kernels", lambda dilated: kernels)
+    monkeypatch.setattr(backend, "compile", lambda problem, inputs, options: compiled.append(problem))
+
+    def call(n=64, d=16, gradient=True, is_causal=False, rates=(1,)):
+        q = torch.zeros(1, n, 2, d, requires_grad=gradient).as_subclass(OnGpu)
+        pattern = Dilated([16 * r for r in rates], rates)
+        made, _ = make_call(*[torch.zeros(1, n, 2, d)] * 3, pattern, is_causal=is_causal)
+        problem, how = problem_and_options(made, q, q)
+        backend.forward(problem, Inputs(q, q, q), how)
+        return len(compiled)
+
+    assert call(gradient=False) == 0
+    assert call() == 1
+    assert call(n=128) == 1
+    assert call(is_causal=True) == 2
+    assert call(d=32) == 3
+    assert call(rates=(1, 2)) == 4
+    assert call() == 4

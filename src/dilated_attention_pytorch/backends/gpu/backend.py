@@ -26,6 +26,9 @@ class TableBackend:
     name: str
     kernels_are: str  # for explain
 
+    def __init__(self) -> None:
+        self._trained: set[tuple[object, ...]] = set()  # kinds of calls whose backward is compiled
+
     def kernels(self, *, dilated: bool) -> ModuleType:
         """The module with ``forward`` and ``backward`` over launch tables, or over block lists. It imports triton."""
         raise NotImplementedError
@@ -45,6 +48,8 @@ class TableBackend:
                 from dilated_attention_pytorch.backends.gpu import decoding  # it imports triton
 
                 return decoding.last_row(problem.dilated, inputs, options.scale)
+            if given is None and inputs.query.is_cuda and any(x.requires_grad for x in inputs):
+                self.compile_for_training(problem, inputs, options)
             kernels = self.kernels(dilated=isinstance(problem.pattern, Dilated))
             results: Results = kernels.forward(problem, inputs, options, given)
         return results
@@ -62,6 +67,19 @@ class TableBackend:
             statistics: RowStatistics = kernels.row_statistics(saved, options)
             found: Inputs = kernels.gradients(problem, inputs, saved.dout, statistics, options, grads)
         return found
+
+    def compile_for_training(self, problem: Problem, inputs: Inputs, options: Options) -> None:
+        """Compile the backward beside the forward, at the first of the calls that use the same kernels.
+
+        Side by side they take as long as the slowest of them. The first backward would compile its own after that.
+        """
+        query, pattern = inputs.query, problem.pattern
+        sizes = type(pattern), query.dtype, query.shape[-1], problem.heads_per_key == 1, problem.is_causal
+        extras = options.dropout is None, options.positions is None, options.detach_mixing
+        kind = (*sizes, *extras, isinstance(pattern, Dilated) and len(pattern.branches) > 1)
+        if kind not in self._trained:
+            self._trained.add(kind)
+            self.compile(problem, inputs, options)
 
     def compile(
         self, problem: Problem, inputs: Inputs, options: Options, *, backward: bool = True, uses_lse: bool = False

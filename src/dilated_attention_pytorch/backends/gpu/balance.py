@@ -19,10 +19,10 @@ ROUNDS = 4
 LEAST_GAIN = 0.02
 
 
-def item_rows(table: Tensor, items: int, block: int, by_keys: bool) -> Tensor:
+def item_rows(table: Tensor, items: int, block: int, by_keys: bool, programs: int) -> Tensor:
     """How many rows of the other side each item reads, with ``block`` more for its start and end.
 
-    The blocks of a tile are those of ``primitives.locate`` with ROTATE.
+    The blocks of a tile are those of ``primitives.locate`` for so many persistent programs.
     """
     columns = {name: table[:, i] for i, name in enumerate(FAMILY_COLUMNS)}
     first = columns["first_program"]
@@ -31,7 +31,8 @@ def item_rows(table: Tensor, items: int, block: int, by_keys: bool) -> Tensor:
     first, q_rows, k_rows, causal = torch.stack(wanted).repeat_interleave(counts, 1, output_size=items)
     index = torch.arange(items, device="cpu") - first
     blocks = ((k_rows if by_keys else q_rows) + block - 1) // block
-    count = (index % blocks + index // blocks) % blocks
+    tile, round_tiles = index // blocks, (programs // blocks).clamp(min=1)
+    count = (index + tile + torch.where(round_tiles % blocks == 0, tile // round_tiles, 0)) % blocks
     if by_keys:
         read = torch.where(causal != 0, q_rows - count * block, q_rows)
     else:

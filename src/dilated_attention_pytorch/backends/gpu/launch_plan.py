@@ -177,7 +177,7 @@ def _balanced(launches: list[Launch], block: int, by_keys: bool, persistent: int
     def order(one: Launch) -> Tensor | None:
         if not (persistent and one.attends and persistent < one.programs <= MOST_ITEMS):
             return None
-        return balanced_order(item_rows(one.table, one.programs, block, by_keys), persistent)
+        return balanced_order(item_rows(one.table, one.programs, block, by_keys, persistent), persistent)
 
     found = [order(one) for one in launches]
     return [one if own is None else replace(one, order=own) for one, own in zip(launches, found, strict=True)]

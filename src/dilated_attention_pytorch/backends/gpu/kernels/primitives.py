@@ -63,12 +63,15 @@ def find_family(table, families, program):
 
 
 @triton.jit
-def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, ROTATE: tl.constexpr = False):
+def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, together=None):
     """Which block of which head, tile and sample a program computes.
 
     A family of 2 samples, 3 tiles, 4 heads and 5 blocks has 120 programs; program 119 is the last block counted (blocks of
-    queries count backwards: under causality the last one is the longest) of head 3 of tile 2 of sample 1. With ROTATE the
-    count starts one block later in every tile, so that every n-th program meets long and short blocks alike.
+    queries count backwards: under causality the last one is the longest) of head 3 of tile 2 of sample 1.
+
+    A persistent program computes every ``together``-th of the programs counted here. The count of blocks then starts one
+    later in every tile, so that it meets long and short blocks alike. If a round of programs has a multiple of ``blocks``
+    tiles, it would meet the same block in every round. Then the count starts one more later in every round.
     """
     # 32 bits: programs are fewer than 2**31, and 64-bit division is slow.
     index = (program - tl.load(row + FAMILY_FIRST_PROGRAM)).to(tl.int32)
@@ -76,8 +79,10 @@ def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, ROTA
     blocks = (rows + BLOCK - 1) // BLOCK
     count = index % blocks
     index = index // blocks
-    if ROTATE:
-        count = (count + index) % blocks
+    if together is not None:
+        round_tiles = tl.maximum(together // blocks, 1)
+        rounds = tl.where(round_tiles % blocks == 0, index // round_tiles, 0)
+        count = (count + index + rounds) % blocks
     block = count if BY_KEYS else blocks - 1 - count
     member = index * 0
     if not BY_KEYS:

@@ -76,7 +76,7 @@ def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr):
     """The row of the table and the tile and rows of an item: see primitives.locate."""
     row = find_family(TABLE, families, item)
     block, member, key_head, own_sample, tile, q_start, q_rows, k_start, k_rows, stride, k_stride, causal = locate(
-        row, item, group, ROWS, BY_KEYS, True
+        row, item, group, ROWS, BY_KEYS, gl.num_programs(0)
     )
     # 32 bits are enough for row numbers, and half the registers; addresses are computed with 64.
     key_head = key_head.to(gl.int32)
@@ -91,6 +91,20 @@ def find_item(TABLE, families, item, group, BY_KEYS: gl.constexpr):
 def let_next_begin():
     """Let programs of the next launch of this call start on multiprocessors that this one leaves; called by one warp."""
     gdc_launch_dependents()
+
+
+@gluon.jit
+def end_together():
+    """Synchronise the threads of a warp at the end of its work.
+
+    Without it, the assembler of Triton 3.6 lets the threads of the forward's producer part at every descriptor it makes, and
+    sends loads through loops over threads. One branch with tiles of 16,384 rows of 64 then takes 1.26 times as long, short
+    tiles 1.05 times.
+    """
+    x = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

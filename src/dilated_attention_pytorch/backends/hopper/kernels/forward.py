@@ -32,6 +32,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import (
     allocate_facts,
     allocate_rows,
     element,
+    end_together,
     find_item,
     find_part,
     item_at,
@@ -186,6 +187,7 @@ def _produce(
         _produce_pass(
             number, counter, tensors, again(items, flags, 1), row_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES
         )
+    end_together()
 
 
 @gluon.jit
