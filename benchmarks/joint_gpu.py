@@ -52,12 +52,12 @@ def measure(name: str, only_compile: bool) -> dict:
     problem, scale = Problem(pattern, causal, 1, n, n, heads, key_heads, None, None), d**-0.5
     results: Results = run.forward(problem, Inputs(q, k, v), Options(scale))
     found_statistics = row_statistics(Saved(*results, dout), scale)
-    read, shifts = GradientInputs(q, k, v, dout), found_statistics.shifts
+    read = GradientInputs(q, k, v, dout)
     calls = {
         "statistics": lambda: row_statistics(Saved(*results, dout), scale),
         "dq": lambda: run.dq(problem, read, found_statistics, scale),
-        "dk, dv": lambda: run.dkv(problem, read, shifts, scale),
-        "at once": lambda: run.joint(problem, read, shifts, scale, configs(d).joint),
+        "dk, dv": lambda: run.dkv(problem, read, found_statistics, scale),
+        "at once": lambda: run.joint(problem, read, found_statistics, scale, configs(d).joint),
     }
     dq, (dk, dv), found = calls["dq"](), calls["dk, dv"](), calls["at once"]()
     row = {"setting": name, "dq_difference": error(found[0], dq)}

@@ -61,7 +61,7 @@ def call(kernel: str, p: Problem, x: list[torch.Tensor], statistics: RowStatisti
         return run.forward(p, Inputs(*read[:3]), Options(scale), config=config)
     if kernel == "dq":
         return run.dq(p, read, statistics, scale, config=config)
-    return run.dkv(p, read, statistics.shifts, scale, config=config)
+    return run.dkv(p, read, statistics, scale, config=config)
 
 
 def outputs(x) -> tuple[torch.Tensor, ...]:

@@ -104,14 +104,14 @@ CASES = {
 
 
 # dq by a kernel of its own: other tables, and other rows of other parts.
-APART = ["a chain of parts", "causal decoding", "documents", "padding as the authors have it"]
+APART = ["a chain of parts", "causal decoding", "documents", "padding as the authors have it", "detached"]
 
 
 @pytest.mark.parametrize(("case", "at_once"), [*((x, True) for x in CASES), *((x, False) for x in APART)])
 def test_what_is_served(case, at_once, install):
     pattern, n, m, options = CASES[case]
     install(at_once=at_once)
-    check(pattern, tensors(n, m, 64, batch=2 if "lengths" in options else 1), **options)
+    check(pattern, tensors(n, m, 64, batch=2 if {"lengths", "mixing_gradient"} & options.keys() else 1), **options)
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -61,10 +61,11 @@ class TableBackend:
         dilated = isinstance(problem.pattern, Dilated)
         kernels = self.kernels(dilated=dilated)
         with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]
+            statistics: RowStatistics
             if dilated and options.detach_mixing and len(problem.dilated.branches) > 1:
-                assert grads is None, "the gradients of branches are summed in memory of their own"
-                return _detached_gradients(kernels, problem, inputs, saved, options)
-            statistics: RowStatistics = kernels.row_statistics(saved, options)
+                statistics = _statistics_by_branch(kernels, problem, inputs, saved, options)
+            else:
+                statistics = kernels.row_statistics(saved, options)
             found: Inputs = kernels.gradients(problem, inputs, saved.dout, statistics, options, grads)
         return found
 
@@ -125,12 +126,13 @@ def _is_last_row(problem: Problem, options: Options) -> bool:
     return usual and is_whole and type(problem) is Problem and problem.batch > 0 and problem.heads > 0
 
 
-def _detached_gradients(kernels: ModuleType, problem: Problem, inputs: Inputs, saved: Saved, options: Options) -> Inputs:
-    """The gradients with constant mixing weights: delta comes from the output of each branch, which is computed again."""
-    sums: list[Tensor] = []
+def _statistics_by_branch(
+    kernels: ModuleType, problem: Problem, inputs: Inputs, saved: Saved, options: Options
+) -> RowStatistics:
+    """What the backward reads with constant mixing weights: delta comes from each branch's output, computed again."""
+    found: list[RowStatistics] = []
     for branch in range(len(problem.dilated.branches)):
-        one = problem.of_branch(branch)
-        own = saved._replace(out=kernels.forward(one, inputs, options).out)
-        grads = kernels.gradients(one, inputs, own.dout, kernels.row_statistics(own, options), options, None)
-        sums = [x + y.float() for x, y in zip(sums, grads, strict=True)] if sums else [y.float() for y in grads]
-    return Inputs(*(x.to(inputs.query.dtype) for x in sums))
+        out = kernels.forward(problem.of_branch(branch), inputs, options).out
+        found.append(kernels.row_statistics(saved._replace(out=out), options))
+    shifts = [x.shifts for x in found if x.shifts is not None]
+    return found[0]._replace(delta=torch.stack([x.delta for x in found]), shifts=torch.stack(shifts) if shifts else None)

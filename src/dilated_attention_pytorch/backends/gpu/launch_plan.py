@@ -90,16 +90,20 @@ class LaunchPlan:
 
 def find_launch_plan(
     problem: Problem, *, block: int, by_keys: bool, head_dim: int, device: torch.device, separate: bool = False,
-    persistent: int = 0,
+    persistent: int = 0, own_deltas: bool = False,
 ) -> LaunchPlan:  # fmt: skip
     """The launches for programs that take ``block`` query rows of a query head, or key rows of a key head.
 
     ``separate``: each launch has one bundle. Then no two tiles of a launch share a row of the other side either.
     ``persistent``: each of so many programs takes several items; 0 if each item has a program of its own.
+    ``own_deltas``: each branch has a delta of its own, (branches, B, H, N).
     """
     most_rows = max(1, PARTIAL_ELEMENTS // head_dim)
-    make = _running_plan if isinstance(problem, RunningProblem) else _launch_plan
-    found = make(problem, block, by_keys, most_rows, device, separate, persistent)
+    if isinstance(problem, RunningProblem):
+        assert not own_deltas, "tiles of messages have the delta of all branches"
+        found = _running_plan(problem, block, by_keys, most_rows, device, separate, persistent)
+    else:
+        found = _launch_plan(problem, block, by_keys, most_rows, device, separate, persistent, own_deltas)
     keep_for_device(found, (found.tables,))
     return found
 
@@ -112,9 +116,10 @@ def partial_rows(problem: Problem, *, by_keys: bool, head_dim: int) -> int:
 # Tables of long batches of documents take megabytes on the device, and most training steps have new ones.
 @lru_cache(maxsize=48)
 def _launch_plan(
-    problem: Problem, block: int, by_keys: bool, most_rows: int, device: torch.device, separate: bool, persistent: int
-) -> LaunchPlan:
-    return _Builder(problem, block, by_keys, most_rows).plan(device, separate, persistent)
+    problem: Problem, block: int, by_keys: bool, most_rows: int, device: torch.device, separate: bool, persistent: int,
+    own_deltas: bool,
+) -> LaunchPlan:  # fmt: skip
+    return _Builder(problem, block, by_keys, most_rows, own_deltas).plan(device, separate, persistent)
 
 
 # The tables of a message are small, and a call may have hundreds of messages.
@@ -197,8 +202,11 @@ def _with_tables(launches: list[Launch], tables: list[Tensor]) -> tuple[Launch, 
 class _Builder:
     """Makes the tables of a launch plan."""
 
-    def __init__(self, problem: Problem, block: int, by_keys: bool, most_rows: int) -> None:
+    def __init__(
+        self, problem: Problem, block: int, by_keys: bool, most_rows: int, own_deltas: bool = False
+    ) -> None:  # fmt: skip
         self.problem, self.block, self.by_keys = problem, block, by_keys
+        self.delta_rows = problem.batch * problem.heads * problem.queries if own_deltas else 0  # of a branch
         self.plans, self.tree = problem.plans(), BundleTree(problem, by_keys)
         self.heads_per_key = 1 if by_keys else problem.heads_per_key  # of the result
         self.layout_index = {number: i for i, number in enumerate(self.tree.order)}  # of a bundle in the layout
@@ -249,6 +257,7 @@ class _Builder:
             f.zero_keys, f.branch, batch_slice.number, start - tensor_row, *in_layout,
             self.layout_index[children[0]] if children else 0, len(children),
             min(f.row_stride, plan.keys.stop), f.head_row_step, span.padding,
+            f.branch * self.delta_rows,
         )  # fmt: skip
 
     def _launch(self, share: list[BatchSlice], bundles: list[int], attends: bool) -> Launch:
@@ -333,7 +342,7 @@ class _RunningBuilder:
                     programs, tiles.sample, 1, 0, len(own.key_heads), own.key_heads.start, own.key_heads.step,
                     f.head_row_step, own.q_start, f.q_rows, k_start, f.k_rows, f.row_stride if f.q_rows > 1 else 1, 0, 0,
                     f.branch, x.number, 0, self.bases[x.number], 1, self.capacity[x.sequence], 0, 0, 0, 0,
-                    k_stride, k_step, 0,
+                    k_stride, k_step, 0, 0,
                 ))  # fmt: skip
                 blocks = -(-(f.k_rows if self.by_keys else f.q_rows) // (self.block if attends else SUM_ROWS))
                 programs += blocks * self.heads_per_key * len(own.key_heads)

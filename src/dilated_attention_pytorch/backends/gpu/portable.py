@@ -135,11 +135,19 @@ def dkv_launches(plan: LaunchPlan, how: TileOptions) -> tuple[KernelLaunch, ...]
 
 
 class RowStatistics(NamedTuple):
-    """One number per query row and head, (B, H, N) float32, or what is made of such numbers."""
+    """One number per query row and head, (B, H, N) float32, or what is made of such numbers.
+
+    delta and shifts may have a dimension in front, of branches: with detached mixing each has its own.
+    """
 
     lse: Tensor
     delta: Tensor  # dout . out - dlse
     shifts: Tensor | None = None  # (B, H, N, 16) bfloat16: both as the Hopper kernels read them, see hopper/kernels/dkv.py
+
+    @property
+    def own_deltas(self) -> bool:
+        """Whether each branch has its own."""
+        return self.delta.dim() == 4
 
 
 def row_statistics(saved: Saved, shifts: Tensor | None = None, inverse_scale: float = 0.0) -> RowStatistics:

@@ -14,12 +14,13 @@ from torch import Tensor
 # ``to_position`` is its position. ``own_segment`` and ``own_number`` are those of the first row of the family, counted from
 # the first ones of the layout. The partial results of ``children`` bundles are added, from ``first_child`` on. Keys have a
 # stride and a step between heads of their own, because those of a message are packed. Dropout does not count the rows of
-# ``padding`` in front of a sample.
+# ``padding`` in front of a sample. ``own_delta`` is how many numbers lie between delta and that of the branch, if each has
+# its own.
 FAMILY_COLUMNS = (
     "first_program", "first_sample", "tiles", "tile_step", "heads", "first_head", "head_step", "head_row_step",
     "q_start", "q_rows", "k_start", "k_rows", "row_stride", "causal", "zero_keys", "branch", "batch_slice", "to_position",
     "partial_base", "segments", "capacity", "own_segment", "own_number", "first_child", "children",
-    "k_row_stride", "k_head_row_step", "padding",
+    "k_row_stride", "k_head_row_step", "padding", "own_delta",
 )  # fmt: skip
 # One entry of the layout of partial results is a bundle of tiles in a slice of the batch, see launch_plan.py.
 LAYOUT_COLUMNS = ("base", "segments", "capacity", "w", "r", "first_segment", "first_number", "w_inverse", "r_inverse")

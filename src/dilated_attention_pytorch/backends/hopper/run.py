@@ -130,9 +130,12 @@ def _launch(launches: _Launches, tensors: tuple[Tensor, ...], adding: tuple[Tens
     persistent.with_scratch(in_order, launches.programs, tensors[0].device)
 
 
-def _plan(problem: Problem, x: Tensor, *, by_keys: bool, separate: bool = False) -> LaunchPlan:
+def _plan(
+    problem: Problem, x: Tensor, *, by_keys: bool, separate: bool = False, own_deltas: bool = False
+) -> LaunchPlan:  # fmt: skip
     d, device = x.shape[-1], x.device
     own: dict[str, Any] = {"separate": True} if separate else {"persistent": multiprocessors(device)}
+    own["own_deltas"] = own_deltas
     return find_launch_plan(problem, block=ITEM_ROWS, by_keys=by_keys, head_dim=d, device=device, **own)
 
 
@@ -151,13 +154,18 @@ def forward(
     return Results(out, lse)
 
 
+def _shifts(statistics: RowStatistics) -> Tensor:
+    assert statistics.shifts is not None, "these are the statistics of another backend"
+    return statistics.shifts
+
+
 def dq(
     problem: Problem, read: GradientInputs, statistics: RowStatistics, scale: float,
     grads: Inputs | None = None, config: HopperConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient of the queries, written to ``grads`` if these are given."""
     lse, delta, _ = statistics
-    plan, d = _plan(problem, read.query, by_keys=False), read.query.shape[-1]
+    plan, d = _plan(problem, read.query, by_keys=False, own_deltas=statistics.own_deltas), read.query.shape[-1]
     tensors = (*read, lse, delta, *portable.dq_buffers(read.query, plan, grads))
     how = ItemOptions(d, read.strides, config or configs(d).dq, scale)
     _launch(plan.once(_dq_launches, how), tensors, (*tensors, lse, lse))
@@ -165,11 +173,12 @@ def dq(
 
 
 def dkv(
-    problem: Problem, read: GradientInputs, shifts: Tensor, scale: float,
+    problem: Problem, read: GradientInputs, statistics: RowStatistics, scale: float,
     grads: Inputs | None = None, config: HopperConfig | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of keys and values, written to ``grads`` if these are given."""
-    plan, d = _plan(problem, read.query, by_keys=True), read.query.shape[-1]
+    plan, d = _plan(problem, read.query, by_keys=True, own_deltas=statistics.own_deltas), read.query.shape[-1]
+    shifts = _shifts(statistics)
     buffers = portable.dkv_buffers(read.key, read.value, plan, grads)
     how = ItemOptions(d, read.strides, config or configs(d).dkv, scale)
     _launch(
@@ -179,14 +188,15 @@ def dkv(
 
 
 def joint(
-    problem: Problem, read: GradientInputs, shifts: Tensor, scale: float, config: HopperConfig, grads: Inputs | None = None
-) -> Inputs:
+    problem: Problem, read: GradientInputs, statistics: RowStatistics, scale: float, config: HopperConfig,
+    grads: Inputs | None = None,
+) -> Inputs:  # fmt: skip
     """All gradients by one kernel, written to ``grads`` if these are given.
 
     The kernel adds dq to float32 sums, which are the given gradient itself for a ``RunningProblem``.
     """
-    query, running = read.query, isinstance(problem, RunningProblem)
-    plan = _plan(problem, query, by_keys=True, separate=True)
+    query, running, shifts = read.query, isinstance(problem, RunningProblem), _shifts(statistics)
+    plan = _plan(problem, query, by_keys=True, separate=True, own_deltas=statistics.own_deltas)
     launches = plan.once(_dkv_launches, ItemOptions(query.shape[-1], read.strides, config, scale), True)
     sums = grads.query if running and grads else torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     rows = -(-query.shape[:3].numel() // 4) * 4  # the second view is aligned then, so that one kernel is compiled for all
@@ -214,8 +224,7 @@ def gradients(
     problem: Problem, inputs: Inputs, dout: Tensor, statistics: RowStatistics, options: Options, grads: Inputs | None
 ) -> Inputs:
     """The gradients of a dilated problem, see ``TableBackend.gradients``."""
-    read, shifts, scale = GradientInputs(*map(aligned, (*inputs, dout))), statistics.shifts, options.scale
-    assert shifts is not None
+    read, scale = GradientInputs(*map(aligned, (*inputs, dout))), options.scale
     if config := joint_config(problem, read.query.shape[-1]):
-        return joint(problem, read, shifts, scale, config, grads)
-    return Inputs(dq(problem, read, statistics, scale, grads), *dkv(problem, read, shifts, scale, grads))
+        return joint(problem, read, statistics, scale, config, grads)
+    return Inputs(dq(problem, read, statistics, scale, grads), *dkv(problem, read, statistics, scale, grads))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,20 +59,21 @@ def gradients(
 ) -> Inputs:
     """The gradients of a dilated problem, see ``TableBackend.gradients``."""
     (query, key, value), (lse, delta, _) = inputs, statistics
-    chosen, d, device = _configs(query), query.shape[-1], query.device
+    chosen = _configs(query)
+    sizes: dict[str, Any] = {"head_dim": query.shape[-1], "device": query.device, "own_deltas": statistics.own_deltas}
     read = query, key, value, dout, lse, delta
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
     optional = _seed_and_positions(options, lse)
 
     def by_query() -> Tensor:
-        plan = find_launch_plan(problem, block=chosen.dq.block_m, by_keys=False, head_dim=d, device=device)
+        plan = find_launch_plan(problem, block=chosen.dq.block_m, by_keys=False, **sizes)
         buffers = portable.dq_buffers(query, plan, grads)
         how = _tile_options(query, strides, chosen.dq, options)
         launch(plan.once(portable.dq_launches, how), (*read, *buffers, *optional))
         return buffers[-1]
 
     def by_key() -> tuple[Tensor, ...]:
-        plan = find_launch_plan(problem, block=chosen.dkv.block_n, by_keys=True, head_dim=d, device=device)
+        plan = find_launch_plan(problem, block=chosen.dkv.block_n, by_keys=True, **sizes)
         buffers = portable.dkv_buffers(key, value, plan, grads)
         how = _tile_options(query, strides, chosen.dkv, options)
         launch(plan.once(portable.dkv_launches, how), (*read, *buffers, *optional))

@@ -14,6 +14,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.columns import (
     FAMILY_CHILDREN,
     FAMILY_FIRST_CHILD,
     FAMILY_FIRST_SAMPLE,
+    FAMILY_OWN_DELTA,
     FAMILY_PADDING,
     FAMILY_TO_POSITION,
 )
@@ -243,7 +244,7 @@ def dq_kernel(
         )
         # rows behind the tile: p = exp2(0 - inf) = 0
         lse2 = tl.load(LSE + place, mask=inside, other=float("inf")) * LOG2_E
-        delta = tl.load(DELTA + place, mask=inside, other=0.0)
+        delta = tl.load(DELTA + tl.load(row + FAMILY_OWN_DELTA) + place, mask=inside, other=0.0)
         k_step = k_stride * k_stride_n
         v_step = k_stride * v_stride_n
         k_pointer = K + sample * k_stride_b + k_start * k_stride_n + key_head * k_stride_h
@@ -501,18 +502,19 @@ def dkv_kernel(
             q_pointer = Q + sample * q_stride_b + q_start * q_stride_n + head * q_stride_h
             dout_pointer = DOUT + sample * dout_stride_b + q_start * dout_stride_n + head * dout_stride_h
             statistics = (sample * H + head) * N + q_start
+            delta_pointer = DELTA + tl.load(row + FAMILY_OWN_DELTA) + statistics
             stream = tl.full([], 0, tl.uint32)
             if DROPOUT:
                 stream = dropout_stream(SEED, sample, head, tl.load(row + FAMILY_BRANCH))
             dk, dv = dkv_over_queries(
-                dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
+                dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, delta_pointer, q_step, dout_step, q_offsets,
                 dout_offsets, begin, crossing, end, cut, q_rows, columns, causal, scale_log2, stream, q_first,
                 k_positions, stride, threshold, keep_scale, POSITIONS, sample, N, q_start, k_originals,
                 TABLE, 0, 0, D, BLOCK_D, BLOCK_M, 0, True, DROPOUT, ORDERED, WIDE, PRECISION,
             )  # fmt: skip
             if not ORDERED:
                 dk, dv = dkv_over_queries(
-                    dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step,
+                    dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, delta_pointer, q_step, dout_step,
                     q_offsets, dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_rows, columns, causal, scale_log2,
                     stream, q_first, k_positions, stride, threshold, keep_scale, POSITIONS, sample, N, q_start,
                     k_originals, TABLE, 0, 0, D, BLOCK_D, BLOCK_M, 0, False, DROPOUT, ORDERED, WIDE, PRECISION,

@@ -37,6 +37,7 @@ FAMILY_WIDTH, LAYOUT_WIDTH, BLOCK_WIDTH = (tl.constexpr(len(x)) for x in (FAMILY
     FAMILY_K_ROW_STRIDE,
     FAMILY_K_HEAD_ROW_STEP,
     FAMILY_PADDING,
+    FAMILY_OWN_DELTA,
 ) = map(tl.constexpr, range(len(FAMILY_COLUMNS)))
 
 (

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
+from dilated_attention_pytorch.backends.gpu.kernels.columns import FAMILY_OWN_DELTA
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import LAST
 from dilated_attention_pytorch.backends.hopper.kernels.common import (
     CAUSAL,
@@ -182,11 +183,12 @@ def produce_dkv(
         k_stride64 = k_stride.to(gl.int64)
         kv_steps = k_stride64 * k_strides[1], k_stride64 * v_strides[1]
         steps = stride64 * q_strides[1], stride64 * dout_strides[1]
+        own_delta = gl.load(row + FAMILY_OWN_DELTA)
         for member in range(group):
             head = heads[1] * group + member
             q_at = address(Q, q_strides, sample, starts[0], head)
             dout_at = address(DOUT, dout_strides, sample, starts[0], head)
-            shifts_at = SHIFTS + ((sample.to(gl.int64) * H + head) * N + starts[0]) * SHIFT_COLUMNS
+            shifts_at = SHIFTS + (own_delta + (sample.to(gl.int64) * H + head) * N + starts[0]) * SHIFT_COLUMNS
             parity = unit & 1
             mbarrier.wait(done.index(parity), (unit >> 1 & 1) ^ 1)
             # Keys are loaded inside of the branches as well: the compiler would merge two branches that only make

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
+from dilated_attention_pytorch.backends.gpu.kernels.columns import FAMILY_OWN_DELTA
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import LOG2_E
 from dilated_attention_pytorch.backends.hopper.kernels.common import (
     CAUSAL,
@@ -136,7 +137,7 @@ def _produce_dq(
         k_stride64 = k_stride.to(gl.int64)
         steps = stride64 * q_strides[1], k_stride64 * k_strides[1], k_stride64 * v_strides[1], stride64 * dout_strides[1]
         rows_at = (sample.to(gl.int64) * H + heads[0]) * N + starts[0]
-        own_statistics = LSE + rows_at, DELTA + rows_at
+        own_statistics = LSE + rows_at, DELTA + gl.load(row + FAMILY_OWN_DELTA) + rows_at
         if parity == 0:
             counter = _load_dq_item(
                 at, steps, own_statistics, stride, first, q_rows, k_rows, blocks, number, counter, smem, bars,
