@@ -50,6 +50,34 @@ for pattern in (Dilated([64, 256], [1, 2]), BlockSparse.custom(torch.ones(4, 4).
             steps.append(sorted(compiled))
 print(json.dumps(steps))
 """
+# The same with inputs that need gradients, which say that they are on a GPU.
+TRAINED = (
+    PROGRAM.partition("compiled, steps")[0]
+    + """
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+compiled, steps = [], []
+triton.knobs.compilation.listener = lambda *, metadata, **_: compiled.append(metadata["name"])
+for d, warm in ((16, True), (32, False)):
+    q = torch.empty(1, 256, 2, d, dtype=torch.bfloat16, requires_grad=True).as_subclass(OnGpu)
+    plain = q.as_subclass(torch.Tensor).detach()
+    call, _ = make_call(plain, plain, plain, Dilated([64, 256], [1, 2]))
+    problem, how = operators.problem_and_options(call, plain, plain)
+    if warm:
+        TRITON.compile(problem, Inputs(q, q, q), how)
+    for run in (
+        lambda: TRITON.forward(problem, Inputs(q, q, q), how),
+        lambda: TRITON.backward(problem, Inputs(plain, plain, plain), Saved(plain, torch.empty(1, 2, 256), plain), how),
+    ):
+        try:
+            run()
+        except AttributeError:
+            steps.append(sorted(compiled))
+            compiled.clear()
+print(json.dumps(steps))
+"""
+).replace("import Saved", "import Inputs, Saved")
 # One kernel of two cannot be compiled. Then the first one is compiled again, with other arguments, and by itself.
 BROKEN = (
     PROGRAM.partition("from dilated")[0]
@@ -98,6 +126,12 @@ def test_everything_is_compiled_and_nothing_runs(tmp_path):
     assert dilated == [["forward_kernel"] * 2, ["delta_kernel", *["dkv_kernel"] * 2, *["dq_kernel"] * 2], [], [], []]
     # delta was compiled before.
     assert blocks == [["block_forward_kernel"], ["block_dkv_kernel", "block_dq_kernel"], [], [], []]
+
+
+def test_first_forward_with_gradients_compiles_the_backward(tmp_path):
+    """Also where ``warm_up`` has compiled it, inside of which nothing is compiled side by side again."""
+    backward = ["delta_kernel", *["dkv_kernel"] * 2, *["dq_kernel"] * 2, *["forward_kernel"] * 2]
+    assert json.loads(run(TRAINED, tmp_path)) == [backward, [], backward, []]
 
 
 def test_a_compilation_that_fails_leaves_nothing_behind(tmp_path):

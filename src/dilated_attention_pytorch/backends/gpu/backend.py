@@ -43,13 +43,16 @@ class TableBackend:
         ``given`` results are written if there are any: both contiguous, ``out`` of any floating-point type, ``lse`` in
         float32. Rows that no tile has do not change. The tiles of a ``RunningProblem`` are merged into given results.
         """
+        if given is None and inputs.query.is_cuda and any(x.requires_grad for x in inputs):
+            self.compile_for_training(problem, inputs, options)
+        return self._forward(problem, inputs, options, given)
+
+    def _forward(self, problem: Problem, inputs: Inputs, options: Options, given: Results | None) -> Results:
         with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
             if given is None and _is_last_row(problem, options):
                 from dilated_attention_pytorch.backends.gpu import decoding  # it imports triton
 
                 return decoding.last_row(problem.dilated, inputs, options.scale)
-            if given is None and inputs.query.is_cuda and any(x.requires_grad for x in inputs):
-                self.compile_for_training(problem, inputs, options)
             kernels = self.kernels(dilated=isinstance(problem.pattern, Dilated))
             results: Results = kernels.forward(problem, inputs, options, given)
         return results
@@ -92,7 +95,7 @@ class TableBackend:
         from dilated_attention_pytorch.backends.gpu.launch import compile_side_by_side  # it imports triton
 
         def both() -> None:
-            out, lse = self.forward(problem, inputs, options)
+            out, lse = self._forward(problem, inputs, options, None)
             if backward:
                 saved = Saved(out, lse, torch.empty_like(out), torch.empty_like(lse) if uses_lse else None)
                 self.backward(problem, inputs, saved, options)
