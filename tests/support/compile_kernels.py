@@ -238,6 +238,7 @@ def machine_code(cubin: bytes) -> dict:
     return {
         "registers": int(found["REG"]),
         "spilled_bytes": int(found["STACK"]),
+        "thread_loops": len(re.findall(r"\bBRA\.U\.ANY\b", code)),  # over threads that have parted
         "narrow_stores": len(re.findall(r"\bSTG\.E(?!\.128)", code)),
         "memory_order": sass.memory_order(code),
         "loops": [
