@@ -43,19 +43,19 @@ def peer_methods(problem: BenchProblem, whole: BenchProblem, *, compile_on_cpu: 
     near = replace(whole, name="neighborhood", pattern=Neighborhood(window, 1))
     found = [
         BenchMethod("authors", authors_problem, "dilated attention, zero keys, detached weights", _authors, peer=True),
-        # FlexAttention has no backward on a CPU.
+        # FlexAttention has no backward on a CPU, and it is what NATTEN uses there.
         BenchMethod("flex", problem, "dilated attention", _flex, peer=True, backward=not on_cpu, refused=slow),
     ]
     for name, kernel in _STOCK.items():
         found.append(BenchMethod(f"sdpa {name}", whole, _DENSE, partial(_stock, kernel=kernel), peer=True))
-    for name, run, target, computes in (
-        ("flash_attn", _flash_attn, whole, _DENSE),
-        ("xformers", _xformers, whole, _DENSE),
-        ("natten", _natten, near, f"the {window:,} nearest keys"),
+    for name, run, target, computes, backward in (
+        ("flash_attn", _flash_attn, whole, _DENSE, True),
+        ("xformers", _xformers, whole, _DENSE, True),
+        ("natten", _natten, near, f"the {window:,} nearest keys", not on_cpu),
     ):
         missing = importlib.util.find_spec(name) is None
         refused = f"{name} is not installed" if missing else ""
-        found.append(BenchMethod(name, target, computes, run, peer=True, refused=refused))
+        found.append(BenchMethod(name, target, computes, run, peer=True, backward=backward, refused=refused))
     return found
 
 
@@ -83,6 +83,8 @@ def _natten(problem: BenchProblem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """NATTEN 0.20 or newer: tensors are (B, N, H, D)."""
     pattern = problem.pattern
     assert isinstance(pattern, Neighborhood)
+    if q.device.type == "cpu":  # where it uses FlexAttention, which refuses tensors that need gradients
+        q, k, v = (x.detach() for x in (q, k, v))
     natten = importlib.import_module("natten")
     out: Tensor = natten.na1d(q, k, v, kernel_size=pattern.size, dilation=pattern.dilation, is_causal=problem.is_causal)
     return out
