@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.request import Request
@@ -163,6 +164,21 @@ def scale(settings: PlanSettings, gpus: tuple[int, ...]) -> Iterator[ScalePoint]
         )
 
 
+def scaling_warnings(points: tuple[ScalePoint, ...]) -> Iterator[str]:
+    """Where more GPUs take longer.
+
+    >>> a, b = (ScalePoint(n, seconds, 0, 0, "ring", None) for n, seconds in ((8, 0.02), (16, 0.03)))
+    >>> next(scaling_warnings((a, b)))
+    '16 GPUs take 1.50 times as long as 8: messages (ring) cost more time than the further GPUs save'
+    """
+    for fewer, more in pairwise(points):
+        if more.seconds > fewer.seconds:
+            yield (
+                f"{more.gpus:,} GPUs take {more.seconds / fewer.seconds:.2f} times as long as {fewer.gpus:,}: messages "
+                f"({more.transport}) cost more time than the further GPUs save"
+            )
+
+
 def transport_reason(settings: PlanSettings, work: RankWork) -> str:
     """Why rows travel as they do."""
     if work.transport is None:
@@ -189,6 +205,7 @@ def make_report(settings: PlanSettings, points: tuple[ScalePoint, ...] = ()) -> 
     warnings = list(found.warnings)
     if isinstance(settings.pattern, Dilated):
         warnings += pattern_warnings(settings.pattern, settings.tokens, settings.key_heads)
+    warnings += scaling_warnings(points)
     if backend != "hopper" and settings.machine.forward_factor == 1.0:
         warnings.append(
             f"the time of backend {backend!r} on this GPU is an estimate from its data sheet: only the Hopper kernels were "
