@@ -78,3 +78,18 @@ def test_first_call_with_gradients_compiles_the_backward(monkeypatch):
     assert call(d=32) == 3
     assert call(rates=(1, 2)) == 4
     assert call() == 4
+
+
+def test_first_call_goes_on_without_memory_for_gradients(monkeypatch):
+    """The backward then compiles its kernels itself, or lacks memory itself."""
+    backend, q = TableBackend(), torch.zeros(1, 64, 2, 16)
+    kernels = SimpleNamespace(forward=lambda problem, inputs, options, given: Results(inputs.query, inputs.query[..., 0]))
+    monkeypatch.setattr(backend, "kernels", lambda dilated: kernels)
+
+    def compile_nothing(problem, inputs, options):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(backend, "compile", compile_nothing)
+    problem, how = problem_and_options(make_call(q, q, q, PATTERN)[0], q, q)
+    given = q.clone().requires_grad_().as_subclass(OnGpu)
+    assert backend.forward(problem, Inputs(given, given, given), how).out is given

@@ -5,6 +5,7 @@ Importing this module does not import triton. Rows of all tensors have consecuti
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,8 @@ class TableBackend:
     def compile_for_training(self, problem: Problem, inputs: Inputs, options: Options) -> None:
         """Compile the backward beside the forward, at the first of the calls that use the same kernels.
 
-        Side by side they take as long as the slowest of them. The first backward would compile its own after that.
+        Side by side they take as long as the slowest of them. The first backward would compile its own after that. It does
+        so if there is not enough memory for gradients now.
         """
         query, pattern = inputs.query, problem.pattern
         sizes = type(pattern), query.dtype, query.shape[-1], problem.heads_per_key == 1, problem.is_causal
@@ -83,7 +85,8 @@ class TableBackend:
         kind = (*sizes, *extras, isinstance(pattern, Dilated) and len(pattern.branches) > 1)
         if kind not in self._trained:
             self._trained.add(kind)
-            self.compile(problem, inputs, options)
+            with suppress(torch.OutOfMemoryError):
+                self.compile(problem, inputs, options)
 
     def compile(
         self, problem: Problem, inputs: Inputs, options: Options, *, backward: bool = True, uses_lse: bool = False
