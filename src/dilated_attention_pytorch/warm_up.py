@@ -29,10 +29,10 @@ def warm_up(
 ) -> float:
     """Compile what ``attention`` with these arguments needs, and its ``backward``. Return the seconds that it took.
 
-    The kernels of both are compiled side by side, one thread each, and none of them runs. Without it, a first call compiles
-    the kernels of its forward, and the first backward those of its own. Triton keeps compiled kernels on the disk, so a
-    later process loads them. Values of the tensors do not matter, but sizes, types and strides do. The memory is that of a
-    call. Backends of PyTorch's operators compile nothing.
+    The kernels of both are compiled side by side, one thread each, and none of them runs. Without it, the first eager call
+    whose inputs a module made, with gradients, does the same. In compiled modules the first backward compiles its own
+    kernels. Triton keeps compiled kernels on the disk, so a later process loads them. Values of the tensors do not matter,
+    but sizes, types and strides do. The memory is that of a call. Backends of PyTorch's operators compile nothing.
 
     Args:
         backward: compile the backward as well. Leave it out for inference.

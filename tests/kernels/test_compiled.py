@@ -129,6 +129,7 @@ def check_hopper(used: dict, kernel: str) -> None:
 def test_hopper_kernels(row, kernel):
     (used,) = compiled([[f"hopper {kernel}", *HOPPER_CASES[row]]])
     check_hopper(used, kernel)
+    assert used["warp_barriers"] == (kernel == "forward")  # end_together
 
 
 # The forward has the most of its own: flags and a second pass. The backward kernels differ from the others in their tables.

@@ -147,7 +147,7 @@ def test_hopper_kernels(kernel, head_dim):
     several = compiled([[f"hopper {kernel}", *case] for case in cases])
     for case, used in zip(cases, several, strict=True):
         check_hopper(kernel, used, single_results=case[4:] == [True])
-        if kernel == "forward":  # see end_together in hopper/kernels/common.py
+        if kernel == "forward":  # see end_together in hopper/kernels/common.py; Triton 3.6 has such loops without it
             assert used["thread_loops"] == 0
         assert case[0] not in PRODUCTS[kernel] or {x["products"] for x in used["loops"]} == {PRODUCTS[kernel][case[0]]}
         # The next launch may begin before tables are read. Groups that add parts wait for the last launch before they read

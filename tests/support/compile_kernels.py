@@ -221,6 +221,7 @@ def compiled_usage(source, function, constants, size, options, single=(), *, cap
         "wide_copies": "cp.async.cg.shared.global" in ptx,
         "tensor_copies": "cp.async.bulk.tensor" in ptx,
         "arrivals": sass.arrivals(ptx),
+        "warp_barriers": ptx.count("bar.warp.sync 0xffffffff"),
     } | (machine_code(compiled.asm["cubin"]) if "machine-code" in ARGUMENTS else {})
 
 

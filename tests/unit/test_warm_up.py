@@ -63,8 +63,10 @@ def test_first_call_with_gradients_compiles_the_backward(monkeypatch):
     monkeypatch.setattr(backend, "kernels", lambda dilated: kernels)
     monkeypatch.setattr(backend, "compile", lambda problem, inputs, options: compiled.append(problem))
 
-    def call(n=64, d=16, gradient=True, is_causal=False, rates=(1,)):
-        q = torch.zeros(1, n, 2, d, requires_grad=gradient).as_subclass(OnGpu)
+    def call(n=64, d=16, gradient=True, leaf=False, is_causal=False, rates=(1,)):
+        q = torch.zeros(1, n, 2, d, requires_grad=gradient and not leaf).as_subclass(OnGpu)
+        if leaf:
+            q.requires_grad_()
         pattern = Dilated([16 * r for r in rates], rates)
         made, _ = make_call(*[torch.zeros(1, n, 2, d)] * 3, pattern, is_causal=is_causal)
         problem, how = problem_and_options(made, q, q)
@@ -72,6 +74,7 @@ def test_first_call_with_gradients_compiles_the_backward(monkeypatch):
         return len(compiled)
 
     assert call(gradient=False) == 0
+    assert call(leaf=True) == 0  # it would need gradients under torch.no_grad() as well
     assert call() == 1
     assert call(n=128) == 1
     assert call(is_causal=True) == 2

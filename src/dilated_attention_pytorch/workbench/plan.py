@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from dilated_attention_pytorch import backends
 from dilated_attention_pytorch.backends.request import Request
@@ -164,19 +163,25 @@ def scale(settings: PlanSettings, gpus: tuple[int, ...]) -> Iterator[ScalePoint]
         )
 
 
-def scaling_warnings(points: tuple[ScalePoint, ...]) -> Iterator[str]:
-    """Where more GPUs take longer.
+def scaling_warnings(points: tuple[ScalePoint, ...]) -> list[str]:
+    """Whether the most GPUs take longer than fewer of them, by more than 5 %.
 
-    >>> a, b = (ScalePoint(n, seconds, 0, 0, "ring", None) for n, seconds in ((8, 0.02), (16, 0.03)))
-    >>> next(scaling_warnings((a, b)))
-    '16 GPUs take 1.50 times as long as 8: messages (ring) cost more time than the further GPUs save'
+    >>> a, b, c = (ScalePoint(n, seconds, 0, 0, "ring", None) for n, seconds in ((4, 0.04), (8, 0.02), (16, 0.03)))
+    >>> scaling_warnings((a, b, c))
+    ['8 GPUs are fastest: 16 take 1.50 times as long, because communication costs more time than they save']
+    >>> scaling_warnings((a, b)), scaling_warnings(())
+    ([], [])
     """
-    for fewer, more in pairwise(points):
-        if more.seconds > fewer.seconds:
-            yield (
-                f"{more.gpus:,} GPUs take {more.seconds / fewer.seconds:.2f} times as long as {fewer.gpus:,}: messages "
-                f"({more.transport}) cost more time than the further GPUs save"
-            )
+    if not points:
+        return []
+    fastest, most = min(points, key=lambda x: x.seconds), points[-1]
+    if most.seconds <= 1.05 * fastest.seconds:
+        return []
+    longer = most.seconds / fastest.seconds
+    return [
+        f"{fastest.gpus:,} GPUs are fastest: {most.gpus:,} take {longer:.2f} times as long, because communication costs "
+        "more time than they save"
+    ]
 
 
 def transport_reason(settings: PlanSettings, work: RankWork) -> str:

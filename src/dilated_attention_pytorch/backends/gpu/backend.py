@@ -44,7 +44,8 @@ class TableBackend:
         ``given`` results are written if there are any: both contiguous, ``out`` of any floating-point type, ``lse`` in
         float32. Rows that no tile has do not change. The tiles of a ``RunningProblem`` are merged into given results.
         """
-        if given is None and inputs.query.is_cuda and any(x.requires_grad for x in inputs):
+        # Leaves need gradients under torch.no_grad() as well; what projections make does not.
+        if given is None and inputs.query.is_cuda and any(x.requires_grad and not x.is_leaf for x in inputs):
             self.compile_for_training(problem, inputs, options)
         return self._forward(problem, inputs, options, given)
 
@@ -83,10 +84,11 @@ class TableBackend:
         sizes = type(pattern), query.dtype, query.shape[-1], problem.heads_per_key == 1, problem.is_causal
         extras = options.dropout is None, options.positions is None, options.detach_mixing
         kind = (*sizes, *extras, isinstance(pattern, Dilated) and len(pattern.branches) > 1)
-        if kind not in self._trained:
-            self._trained.add(kind)
-            with suppress(torch.OutOfMemoryError):
-                self.compile(problem, inputs, options)
+        if kind in self._trained or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        self._trained.add(kind)
+        with suppress(torch.OutOfMemoryError):
+            self.compile(problem, inputs, options)
 
     def compile(
         self, problem: Problem, inputs: Inputs, options: Options, *, backward: bool = True, uses_lse: bool = False
@@ -136,9 +138,15 @@ def _statistics_by_branch(
     kernels: ModuleType, problem: Problem, inputs: Inputs, saved: Saved, options: Options
 ) -> RowStatistics:
     """What the backward reads with constant mixing weights: delta comes from each branch's output, computed again."""
-    found: list[RowStatistics] = []
-    for branch in range(len(problem.dilated.branches)):
+    branches = len(problem.dilated.branches)
+    deltas = saved.lse.new_empty((branches, *saved.lse.shape))
+    shifts = None
+    for branch in range(branches):
         out = kernels.forward(problem.of_branch(branch), inputs, options).out
-        found.append(kernels.row_statistics(saved._replace(out=out), options))
-    shifts = [x.shifts for x in found if x.shifts is not None]
-    return found[0]._replace(delta=torch.stack([x.delta for x in found]), shifts=torch.stack(shifts) if shifts else None)
+        found: RowStatistics = kernels.row_statistics(saved._replace(out=out), options)
+        del out  # before the next branch allocates its own
+        deltas[branch] = found.delta
+        if found.shifts is not None:
+            shifts = found.shifts.new_empty((branches, *found.shifts.shape)) if shifts is None else shifts
+            shifts[branch] = found.shifts
+    return found._replace(delta=deltas, shifts=shifts)
