@@ -43,7 +43,7 @@ def peer_methods(problem: BenchProblem, whole: BenchProblem, *, compile_on_cpu: 
     near = replace(whole, name="neighborhood", pattern=Neighborhood(window, 1))
     found = [
         BenchMethod("authors", authors_problem, "dilated attention, zero keys, detached weights", _authors, peer=True),
-        # FlexAttention has no backward on a CPU, and it is what NATTEN uses there.
+        # FlexAttention has no backward on a CPU, and NATTEN uses it there.
         BenchMethod("flex", problem, "dilated attention", _flex, peer=True, backward=not on_cpu, refused=slow),
     ]
     for name, kernel in _STOCK.items():
@@ -83,7 +83,7 @@ def _natten(problem: BenchProblem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """NATTEN 0.20 or newer: tensors are (B, N, H, D)."""
     pattern = problem.pattern
     assert isinstance(pattern, Neighborhood)
-    if q.device.type == "cpu":  # where it uses FlexAttention, which refuses tensors that need gradients
+    if q.device.type == "cpu":  # NATTEN uses FlexAttention there, which refuses tensors that require gradients
         q, k, v = (x.detach() for x in (q, k, v))
     natten = importlib.import_module("natten")
     out: Tensor = natten.na1d(q, k, v, kernel_size=pattern.size, dilation=pattern.dilation, is_causal=problem.is_causal)

@@ -28,7 +28,7 @@ class TableBackend:
     kernels_are: str  # for explain
 
     def __init__(self) -> None:
-        self._trained: set[tuple[object, ...]] = set()  # kinds of calls whose backward is compiled
+        self._trained: set[tuple[object, ...]] = set()  # kinds of calls whose backward was compiled beside their forward
 
     def kernels(self, *, dilated: bool) -> ModuleType:
         """The module with ``forward`` and ``backward`` over launch tables, or over block lists. It imports triton."""
@@ -44,7 +44,7 @@ class TableBackend:
         ``given`` results are written if there are any: both contiguous, ``out`` of any floating-point type, ``lse`` in
         float32. Rows that no tile has do not change. The tiles of a ``RunningProblem`` are merged into given results.
         """
-        # Leaves need gradients under torch.no_grad() as well; what projections make does not.
+        # A leaf requires gradients under torch.no_grad() too. The output of an operation does not: a backward may follow.
         if given is None and inputs.query.is_cuda and any(x.requires_grad and not x.is_leaf for x in inputs):
             self.compile_for_training(problem, inputs, options)
         return self._forward(problem, inputs, options, given)

@@ -14,8 +14,8 @@ from torch import Tensor
 # ``to_position`` is its position. ``own_segment`` and ``own_number`` are those of the first row of the family, counted from
 # the first ones of the layout. The partial results of ``children`` bundles are added, from ``first_child`` on. Keys have a
 # stride and a step between heads of their own, because those of a message are packed. Dropout does not count the rows of
-# ``padding`` in front of a sample. ``own_delta`` is how many numbers lie between delta and that of the branch, if each has
-# its own.
+# ``padding`` in front of a sample. If each branch has its own delta, ``own_delta`` is the distance of that of this branch
+# from the first one, in numbers. Otherwise it is 0.
 FAMILY_COLUMNS = (
     "first_program", "first_sample", "tiles", "tile_step", "heads", "first_head", "head_step", "head_row_step",
     "q_start", "q_rows", "k_start", "k_rows", "row_stride", "causal", "zero_keys", "branch", "batch_slice", "to_position",

@@ -69,9 +69,10 @@ def locate(row, program, group, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr, toge
     A family of 2 samples, 3 tiles, 4 heads and 5 blocks has 120 programs; program 119 is the last block counted (blocks of
     queries count backwards: under causality the last one is the longest) of head 3 of tile 2 of sample 1.
 
-    A persistent program computes every ``together``-th of the programs counted here. The count of blocks then starts one
-    later in every tile, so that it meets long and short blocks alike. If a round of programs has a multiple of ``blocks``
-    tiles, it would meet the same block in every round. Then the count starts one more later in every round.
+    A persistent program computes every ``together``-th item. The count of blocks then starts one block later in every
+    tile, so that each program computes long and short blocks. If a round of ``together`` items has a multiple of ``blocks``
+    tiles, each program would compute the same block in every round. Then the count starts one further block later in every
+    round.
     """
     # 32 bits: programs are fewer than 2**31, and 64-bit division is slow.
     index = (program - tl.load(row + FAMILY_FIRST_PROGRAM)).to(tl.int32)
