@@ -6,12 +6,14 @@ What the machine code looks like is in test_machine_code.py.
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 import torch
 
 import sass
 from compiler import OTHER_SHARED_LIMIT, SHARED_LIMIT, compiled
+from dilated_attention_pytorch.backends.gpu.portable import SUM
 from dilated_attention_pytorch.backends.hopper.configs import TABLE
 from dilated_attention_pytorch.backends.triton.configs import _HOPPER, _HOPPER_BLOCKS, _OTHER, block_configs, configs
 
@@ -66,6 +68,19 @@ def test_portable_kernels_over_block_lists(kernel, size, head_dim):
     config = getattr(_HOPPER_BLOCKS[size, head_dim], kernel)
     (used,) = compiled([[f"block {kernel}", size, head_dim, 128]])
     check_portable(used, config, SHARED_LIMIT)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_results_are_merged_in_place_after_all_loads(size):
+    """Several threads load the same lse, some in two layouts. No warp may store it before all warps have loaded it."""
+    found = compiled(
+        [
+            ["forward", size, 64, SUM.block_m, SUM.block_n, SUM.warps, SUM.stages, True, False, "ieee", True],
+            ["block forward", size, 64, 128, True, 1, None, True],
+        ]
+    )
+    for used in found:
+        assert re.fullmatch("L+BL*S", used["row_accesses"])
 
 
 # On other GPUs, the kernel of dk and dv is the one that needs most shared memory. The others are compiled on request. So is

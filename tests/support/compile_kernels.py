@@ -98,7 +98,19 @@ def argument_type(name: str, element: str) -> str:
 
 
 def usage(
-    kernel, size, head_dim, block_m, block_n, warps, stages, final=True, ordered=False, float32="tf32x3", *, capability
+    kernel,
+    size,
+    head_dim,
+    block_m,
+    block_n,
+    warps,
+    stages,
+    final=True,
+    ordered=False,
+    float32="tf32x3",
+    running=False,
+    *,
+    capability,
 ):
     function = KERNELS[kernel]
     constants = {
@@ -106,8 +118,8 @@ def usage(
         "BLOCK_D": head_dim,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "ATTEND": True,
-        "RUNNING": False,
+        "ATTEND": not running,
+        "RUNNING": running,
         "FINAL": final,
         "IN_FOURS": False,
         "DROPOUT": False,
@@ -122,7 +134,7 @@ def usage(
     return compiled_usage(ASTSource, function, constants, size, options, capability=capability)
 
 
-def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config=None, *, capability):
+def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config=None, running=False, *, capability):
     """``config`` in place of the shipped one: rows, keys, warps, stages."""
     dtype = torch.bfloat16 if size == 2 else torch.float32
     shipped = getattr(block_configs(divmod(capability, 10), dtype, head_dim, block_size), kernel)
@@ -134,7 +146,7 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
         "BLOCK_N": block_n,
         "BLOCK_SIZE": block_size,
         "CAUSAL": causal,
-        "RUNNING": False,
+        "RUNNING": running,
         "DROPOUT": False,
         "WIDE": False,
         "PRECISION": "tf32" if size == 2 else shipped.float32,
@@ -221,8 +233,15 @@ def compiled_usage(source, function, constants, size, options, single=(), *, cap
         "wide_copies": "cp.async.cg.shared.global" in ptx,
         "tensor_copies": "cp.async.bulk.tensor" in ptx,
         "arrivals": sass.arrivals(ptx),
+        "row_accesses": row_accesses(compiled.asm["ttgir"]),
         "warp_barriers": ptx.count("bar.warp.sync 0xffffffff"),
     } | (machine_code(compiled.asm["cubin"]) if "machine-code" in ARGUMENTS else {})
+
+
+def row_accesses(ttgir: str) -> str:
+    """Loads (L) and stores (S) of one float32 number per row, and barriers of all threads (B), in the order of the code."""
+    lines = re.findall(r"(tt\.load|tt\.store) .*: tensor<\d+x!tt\.ptr<f32>|((?:gpu|ttg)\.barrier)", ttgir)
+    return "".join("B" if barrier else access[3].upper() for access, barrier in lines)
 
 
 def machine_code(cubin: bytes) -> dict:

@@ -27,6 +27,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     load_block,
     load_sums,
     store_block,
+    wait_for_loads,
 )
 
 
@@ -190,6 +191,7 @@ def block_forward_kernel(
     out_offsets = block_offsets(one * H * D, BLOCK_M, BLOCK_D, WIDE)
     if RUNNING:
         last_lse2 = tl.load(LSE + place, mask=inside, other=-float("inf")) * LOG2_E
+        wait_for_loads()
         acc, m2 = merge(acc, m2, load_sums(OUT, out_start, out_offsets, inside, D, BLOCK_D), last_lse2)
     tl.store(LSE + place, m2 * LN_2, mask=inside)
     store_block(OUT, out_start, out_offsets, inside, acc, D, BLOCK_D)

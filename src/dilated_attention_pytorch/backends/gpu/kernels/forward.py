@@ -32,6 +32,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     own_part_row,
     part_rows,
     row_offsets,
+    wait_for_loads,
 )
 
 
@@ -251,6 +252,7 @@ def forward_kernel(
         acc = tl.load(out_pointers, mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
         places = own_part_row(row, own_sample, head, H, tile) + first + tl.arange(0, BLOCK_M)
         part_lse2 = tl.load(PARTS_LSE2 + places, mask=inside, other=-float("inf"))
+        wait_for_loads()
         acc, m2 = merge(acc, m2, load_parts(PARTS, places, inside, D, BLOCK_D, IN_FOURS), part_lse2)
     batch_slice = tl.load(row + FAMILY_BATCH_SLICE)
     child = tl.load(row + FAMILY_FIRST_CHILD)

@@ -221,6 +221,16 @@ def load_listed(LIST, place, stop, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def wait_for_loads():
+    """Let all threads end their loads before any thread stores to the same addresses.
+
+    Several threads load the number of a row: a layout repeats it, or Triton loads it again in another layout
+    instead of exchanging it. Without a barrier, a thread may load what another warp has stored.
+    """
+    tl.debug_barrier()
+
+
+@triton.jit
 def load_positions(POSITIONS, sample, N, start, step, rows, inside, other):
     """The positions (B, N) of rows of a tile of an ordered sequence; ``other`` behind the tile."""
     return tl.load(POSITIONS + sample * N + start + rows * step, mask=inside, other=other)
