@@ -1,6 +1,6 @@
 """Calls off the headline settings, beside dense cuDNN attention on tiles of the same length: where speed is lost.
 
-    PYTHONPATH=src python3 benchmarks/cliffs.py [--only 'tiles,documents'] [--seconds 0.3] [--out FILE]
+    PYTHONPATH=src python3 benchmarks/cliffs.py [--only 'tiles,documents'] [--seconds 0.3] [--fa4] [--out FILE]
 
 A row is a call. ``forward`` and ``backward`` are its rate on the pairs that it needs, over the rate of dense cuDNN
 attention with the same head size, type and causality on tiles of ``dense`` rows that fill the GPU. Both take turns in the
@@ -9,6 +9,10 @@ should reach. Where the host limits a call, its milliseconds say more.
 
 Errors are largest relative differences by norm: of sampled rows of ``out`` from the definition in float64, and of dq, dk
 and dv from the stock operators of the same call (``sdpa``, or ``eager`` where that cannot serve it).
+
+``--fa4`` adds FlashAttention-4 to the turns of tiles of 2048 and 16,384 rows and of block lists. ``over FA4`` is our rate
+over its rate on the same pairs. ``fa4_error`` and ``fa4_gradients_error`` are its differences from ours, by norm.
+``fa4.py`` says what it computes and where its packages have to be.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fa4
 import gpu
 import torch
 from torch import Tensor
@@ -163,14 +168,31 @@ def relative(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y.double()).norm() / y.double().norm())
 
 
-def measure(case: Case, seconds: float) -> dict[str, Any]:
+def fa4_calls(case: Case, inputs: list[Tensor], row: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """The calls of FlashAttention-4 on the same work. Its differences from ours are written to the row."""
+    if isinstance(case.pattern, Dilated):
+        run, theirs = fa4.over_tiles(inputs, case.dense, case.causal)
+    else:
+        run, theirs = fa4.over_blocks(inputs, random_blocks(case.shape[1]).to(gpu.GPU), BLOCK)
+    ours, other = case.run(*inputs), run(*theirs)
+    dout = torch.randn_like(ours)
+    grads = torch.autograd.grad(ours, inputs, dout)
+    others = torch.autograd.grad(other, theirs, dout.view_as(other))
+    row["fa4_error"] = relative(other.detach().reshape_as(ours), ours.detach())
+    row["fa4_gradients_error"] = max(relative(x.reshape_as(y), y) for x, y in zip(others, grads, strict=True))
+    return calls_of(run, theirs)
+
+
+def measure(case: Case, seconds: float, with_fa4: bool) -> dict[str, Any]:
     inputs = [torch.randn(case.shape, device=gpu.GPU, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     row: dict[str, Any] = {"call": case.name, "dense": case.dense, "aim": case.aim, "errors": errors(case, inputs)}
     dense_flops, dense = dense_calls(case)
-    ours = calls_of(case.run, inputs)
+    methods = {"dense": dense, "ours": calls_of(case.run, inputs)}
+    if with_fa4 and case.name.startswith(fa4.ROWS):
+        methods["fa4"] = fa4_calls(case, inputs, row)
     times: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
-        for kind, calls in (("dense", dense), ("ours", ours)):
+        for kind, calls in methods.items():
             for way, call in calls.items():
                 if kind == "ours" or way != "both":
                     times.setdefault(f"{kind}_{way}", []).append(gpu.steady_milliseconds(call, seconds))
@@ -179,6 +201,9 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
         row[f"{way}_tflops"] = factor * case.flops() / row[f"ours_{way}_ms"] / 1e9
         row[f"dense_{way}_tflops"] = factor * dense_flops / row[f"dense_{way}_ms"] / 1e9
         row[way] = row[f"{way}_tflops"] / row[f"dense_{way}_tflops"]
+        if "fa4" in methods:
+            row[f"fa4_{way}_tflops"] = factor * case.flops() / row[f"fa4_{way}_ms"] / 1e9
+            row[f"over_fa4_{way}"] = row[f"{way}_tflops"] / row[f"fa4_{way}_tflops"]
     return row
 
 
@@ -187,21 +212,26 @@ def main() -> None:
     parser.add_argument("--only", default="", help="beginnings of the names of calls, separated by commas")
     parser.add_argument("--seconds", type=float, default=0.3, help="of a turn")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--fa4", action="store_true", help="compare with FlashAttention-4 too, where it applies")
     options = parser.parse_args()
+    versions = {"flash_attn_4": fa4.version()} if options.fa4 else {}
     torch.manual_seed(0)
     chosen = [x for x in cases() if x.name.startswith(tuple(options.only.split(",")))]
     command = f"PYTHONPATH=src python3 benchmarks/cliffs.py --only '{options.only}' --seconds {options.seconds:g}"
-    report: dict[str, Any] = {"command": command, **gpu.versions(), "rows": []}
-    print("call                        forward  aim   backward  aim   forward ms  both ms  error out  gradients")
+    command += " --fa4" if options.fa4 else ""
+    report: dict[str, Any] = {"command": command, **gpu.versions(), **versions, "rows": []}
+    head = "call                        forward  aim   backward  aim   forward ms  both ms  error out  gradients"
+    print(head + ("  over FA4  backward" if options.fa4 else ""))
     for case in chosen:
         torch.cuda.empty_cache()
-        row = measure(case, options.seconds)
+        row = measure(case, options.seconds, options.fa4)
         report["rows"].append(row)
         forward, backward = row["aim"]
+        over = [f"{row[x]:.2f}" if x in row else "-" for x in ("over_fa4_forward", "over_fa4_backward")]
         print(
             f"{row['call']:26s}  {row['forward']:7.2f}  {forward:4.2f}  {row['backward']:8.2f}  {backward:4.2f}"
             f"  {row['ours_forward_ms']:10.3f}  {row['ours_both_ms']:7.3f}  {row['errors']['out']:9.1e}"
-            f"  {row['errors']['gradients']:9.1e}",
+            f"  {row['errors']['gradients']:9.1e}" + ("  {:>8s}  {:>8s}".format(*over) if options.fa4 else ""),
             flush=True,
         )
         if options.out:
