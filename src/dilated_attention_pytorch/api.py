@@ -113,10 +113,10 @@ def attention(
         order: an order of the positions, for example ``Hilbert.grid(height, width)``: the pattern sees the ordered
             sequence, ``is_causal`` means the original positions, and rows come in and go out in the original order. The
             result is that of ``order.permute`` on the inputs, the pattern, and ``order.unpermute`` on the results. Dropout
-            counts places of the ordered sequence. If causal, ``"triton"`` (not for a ``BlockSparse``), ``"eager"`` and
-            ``"reference"`` serve it. With ``lengths`` or ``cu_seqlens``, the order keeps the rows of a sample or document
-            together (``Hilbert.coordinates(coords, lengths=lengths)``, ``Order.padded``, ``Order.packed``,
-            ``order.within``). Only with ``N == M``.
+            counts places of the ordered sequence. If causal, ``"hopper"`` and ``"triton"`` (not for a ``BlockSparse``),
+            ``"eager"`` and ``"reference"`` serve it. With ``lengths`` or ``cu_seqlens``, the order keeps the rows of a
+            sample or document together (``Hilbert.coordinates(coords, lengths=lengths)``, ``Order.padded``,
+            ``Order.packed``, ``order.within``). Only with ``N == M``.
         ordered: the rows of query, key and value are in ``order`` already, and those of the results will be. A model orders
             its embeddings once, by ``order.permute`` or ``distributed.shard_sequence(order=...)``, and no layer moves a
             row. With ``group`` this is always so (None means True, False is refused): tensors are the rank's slice of the
@@ -184,7 +184,7 @@ def attention(
     chosen = backends.choose(call.backend, Request.of(call))
     if chosen is not REFERENCE:
         check_no_forward_derivative(inputs)
-    if order is None or not call.permutes:
+    if order is None or not call.permutes or operators.moves_rows(call, chosen.name):
         out, lse = operators.run(call, inputs, chosen)
     else:
         out, lse = operators.run(call, Inputs(*map(order.permute, inputs)), chosen)

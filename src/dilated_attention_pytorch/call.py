@@ -163,7 +163,7 @@ class Call:
 
     @property
     def plan_is_causal(self) -> bool:
-        """Whether the plan is causal. Under an order, tiles are whole and their pairs are masked by position."""
+        """Whether a plan over ordered rows is causal. Under an order, tiles are whole and masked by position."""
         return self.is_causal and not self.masks_by_position
 
     @property

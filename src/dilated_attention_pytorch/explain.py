@@ -166,7 +166,7 @@ def explain(
         call = call if target is None else replace(call, device=target.device)
         chosen = backends.choose(backend, request)
         asked = backends.candidates(backend, request)
-        problem, options = operators.problem_and_options(call, inputs.query, inputs.key)
+        problem, options = operators.problem_and_options(call, inputs.query, inputs.key, backend=chosen.name)
         counts = count(problem, options.chosen, options.positions)
         blocks = None
         if isinstance(pattern, BlockSparse):

@@ -24,7 +24,17 @@ from dilated_attention_pytorch.plan.counts import count_pairs, has_values
 from dilated_attention_pytorch.plan.dropout import Dropout
 from dilated_attention_pytorch.plan.lists import choose, chosen_shape, find_rule
 from dilated_attention_pytorch.plan.problem import Problem, find_problem
-from dilated_attention_pytorch.values import Inputs, Options, Results, Saved, rows_contiguous
+from dilated_attention_pytorch.values import Inputs, Options, Results, RowOrder, Saved, rows_contiguous
+
+
+def sorts_rows(backend: str) -> bool:
+    """Whether a backend computes causal calls under an order on rows that it sorts itself."""
+    return backend in ("hopper", "triton")
+
+
+def moves_rows(call: Call, backend: str) -> bool:
+    """Whether a backend puts the rows of a call in order itself, and its results back."""
+    return call.permutes and call.masks_by_position and sorts_rows(backend)
 
 
 class OperatorArguments(NamedTuple):
@@ -42,6 +52,7 @@ class OperatorArguments(NamedTuple):
     scale: float
     dropout_p: float
     detach_mixing: bool
+    moves_rows: bool  # the backend puts the rows in order itself, and its results back
     backend: str
     sample_starts: Tensor | None = None  # what users call starts; those above are of block lists
 
@@ -49,9 +60,10 @@ class OperatorArguments(NamedTuple):
     def of(call: Call, inputs: Inputs, seed: Tensor | None, backend: str) -> OperatorArguments:
         """The arguments of a call; an adaptive pattern chooses its blocks here."""
         positions = call.order.positions if call.order is not None and call.masks_by_position else None
+        is_causal = call.is_causal if sorts_rows(backend) else call.plan_is_causal
         return OperatorArguments(
             call.lengths, call.cu_seqlens, seed, positions, *_list_tensors(call, inputs), call.plan_pattern.spec,
-            call.plan_is_causal, call.scale, call.dropout_p, call.detach_mixing, backend, call.starts,
+            is_causal, call.scale, call.dropout_p, call.detach_mixing, moves_rows(call, backend), backend, call.starts,
         )  # fmt: skip
 
     def problem(self, query: Tensor, key: Tensor) -> Problem:
@@ -65,11 +77,13 @@ class OperatorArguments(NamedTuple):
 
     def options(self, query: Tensor) -> Options:
         """The options of a backend."""
-        positions = self.positions
-        if positions is not None:  # as kernels read it: one row of positions for each sample, in 32 bits
-            positions = positions.to(torch.int32).expand(query.shape[:2]).contiguous()
+        positions = order = None
+        if self.positions is not None and sorts_rows(self.backend):
+            order = RowOrder(self.positions, self.moves_rows)
+        elif self.positions is not None:  # as masks are made: one row of positions for each sample, in 32 bits
+            positions = self.positions.to(torch.int32).expand(query.shape[:2]).contiguous()
         return Options(
-            scale=self.scale, positions=positions, detach_mixing=self.detach_mixing,
+            scale=self.scale, positions=positions, order=order, detach_mixing=self.detach_mixing,
             dropout=Dropout(self.dropout_p, self.seed) if self.dropout_p > 0.0 else None,
             chosen=self.indices if self.starts is None else None,
         )  # fmt: skip
@@ -77,8 +91,8 @@ class OperatorArguments(NamedTuple):
 
 _SCHEMA = (
     "Tensor? lengths, Tensor? cu_seqlens, Tensor? seed, Tensor? positions, Tensor? indices, Tensor? starts, "
-    "Tensor? counts, str pattern, bool is_causal, float scale, float dropout_p, bool detach_mixing, str backend, "
-    "Tensor? sample_starts=None"
+    "Tensor? counts, str pattern, bool is_causal, float scale, float dropout_p, bool detach_mixing, "
+    "bool moves_rows, str backend, Tensor? sample_starts=None"
 )
 _FORWARD_SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_SCHEMA}) -> (Tensor, Tensor)"
 _BACKWARD_SCHEMA = (
@@ -160,7 +174,7 @@ def _choose_blocks(
     second choice from these might differ.
     """
     optional = lengths, cu_seqlens, None, None, None, None, None
-    arguments = OperatorArguments(*optional, pattern, is_causal, scale, 0.0, False, "", sample_starts)
+    arguments = OperatorArguments(*optional, pattern, is_causal, scale, 0.0, False, False, "", sample_starts)
     return choose(arguments.problem(query, key), query, key, scale)
 
 
@@ -236,15 +250,15 @@ def _list_tensors(call: Call, inputs: Inputs) -> tuple[Tensor | None, Tensor | N
 
 
 def problem_and_options(
-    call: Call, query: Tensor, key: Tensor, seed: Tensor | None = None
-) -> tuple[Problem, Options]:  # fmt: skip
+    call: Call, query: Tensor, key: Tensor, seed: Tensor | None = None, backend: str = ""
+) -> tuple[Problem, Options]:
     """The problem of a call and its options as backends read them, outside of an operator."""
-    arguments = OperatorArguments.of(call, Inputs(query, key, key), seed, "")
+    arguments = OperatorArguments.of(call, Inputs(query, key, key), seed, backend)
     return arguments.problem(query, key), arguments.options(query)
 
 
 def run(call: Call, inputs: Inputs, backend: Backend) -> Results:
-    """Compute a call on one device; the rows of the inputs are in its order."""
+    """Compute a call on one device. The rows of the inputs are in its order, unless the backend ``moves_rows``."""
     if backend is REFERENCE:
         problem, options = problem_and_options(call, inputs.query, inputs.key, _drawn_seed(call))
         return backend.forward(problem, inputs, options)

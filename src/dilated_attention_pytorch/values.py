@@ -41,6 +41,13 @@ class Saved(NamedTuple):
     dlse: Tensor | None = None  # (B, H, N); None if the caller did not use lse
 
 
+class RowOrder(NamedTuple):
+    """An order by which a backend sorts rows itself: a row sees only rows of no larger position."""
+
+    positions: Tensor  # (N,) or (B, N): the original position at each place of the ordered sequence
+    moved: bool  # the rows of the call are at their original positions, else at their places
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a backend has to know about a call besides its problem."""
@@ -48,6 +55,8 @@ class Options:
     scale: float
     dropout: Dropout | None = None
     positions: Tensor | None = None  # (B, N) int32: a row sees only rows of no larger position (causal under an order)
+    order: RowOrder | None = None  # the same, for a backend that sorts rows itself
+    places: Tensor | None = None  # (B, G, N) int32: what dropout counts, by head, instead of the rows of the tensors
     detach_mixing: bool = False  # the mixing weights of branches are constants in the backward
     chosen: Tensor | None = None  # (B, H, query blocks, width) int32: the key blocks that an adaptive pattern chose
 

@@ -55,7 +55,7 @@ def warm_up(
     call, inputs = make_call(query, key, value, pattern, **options)
     chosen = backends.choose(call.backend, Request.of(call))
     seed = torch.zeros((), dtype=torch.int64, device=call.device) if call.dropout_p else None
-    problem, how = operators.problem_and_options(call, inputs.query, inputs.key, seed)
+    problem, how = operators.problem_and_options(call, inputs.query, inputs.key, seed, chosen.name)
     if isinstance(chosen, TableBackend):
         chosen.compile(problem, inputs.rows_contiguous(), how, backward=backward, uses_lse=return_lse)
     return time.perf_counter() - start

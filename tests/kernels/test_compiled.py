@@ -83,6 +83,17 @@ def test_results_are_merged_in_place_after_all_loads(size):
         assert re.fullmatch("L+BL*S", used["row_accesses"])
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("size", [2, 4])
+def test_kernels_of_sorted_rows(size, capability):
+    """They move 16 bytes at a time. Rows of 24 elements are cut from 32."""
+    for used in compiled(
+        [["sorted move", size, 64], ["sorted merge", size, 24, 1], ["sorted merge", size, 64, 5]], capability
+    ):
+        assert used["wide_loads"]
+        assert used["shared_bytes"] <= OTHER_SHARED_LIMIT
+
+
 # On other GPUs, the kernel of dk and dv is the one that needs most shared memory. The others are compiled on request. So is
 # sm_120, whose instructions are those of sm_89.
 OTHER_KERNELS = [*(pytest.param(kernel, marks=pytest.mark.machine_code) for kernel in ("forward", "dq")), "dkv"]

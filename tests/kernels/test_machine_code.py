@@ -85,14 +85,15 @@ def test_tables_of_other_gpus(kernel):
         assert used["spilled_bytes"] <= OTHER_SPILLS[sizes]
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_kernels_of_ordered_sequences(kernel):
+# The words of dropout take registers.
+@pytest.mark.parametrize(("kernel", "spills"), [("forward", 32), ("dq", 32), ("dkv", 144)])
+def test_kernels_of_dropout_under_an_order(kernel, spills):
     config = getattr(_HOPPER[2, 64], kernel)
     (used,) = compiled([[kernel, 2, 64, config.block_m, config.block_n, config.warps, config.stages, True, True]])
     assert used["tensor_cores"]
     assert used["wide_copies"]
     assert used["shared_bytes"] <= SHARED_LIMIT
-    assert used["spilled_bytes"] <= 32
+    assert used["spilled_bytes"] <= spills
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])

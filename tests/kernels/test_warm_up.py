@@ -25,7 +25,7 @@ class Driver:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 driver.set_active(Driver())
-from dilated_attention_pytorch import BlockSparse, Dilated, operators
+from dilated_attention_pytorch import BlockSparse, Dilated, Hilbert, operators
 from dilated_attention_pytorch.backends.triton.backend import TRITON
 from dilated_attention_pytorch.call import make_call
 from dilated_attention_pytorch.values import Saved
@@ -33,9 +33,11 @@ from dilated_attention_pytorch.values import Saved
 compiled, steps = [], []
 triton.knobs.compilation.listener = lambda *, metadata, **_: compiled.append(metadata["name"])
 q = torch.empty(1, 256, 2, 16, dtype=torch.bfloat16)
-for pattern in (Dilated([64, 256], [1, 2]), BlockSparse.custom(torch.ones(4, 4).bool(), block_size=64)):
-    call, inputs = make_call(q, q, q, pattern)
-    problem, how = operators.problem_and_options(call, q, q)
+ordered = {"is_causal": True, "order": Hilbert.grid(16, 16)}
+blocks = BlockSparse.custom(torch.ones(4, 4).bool(), block_size=64)
+for pattern, options in ((Dilated([64, 256], [1, 2]), {}), (blocks, {}), (Dilated([64, 256], [1, 2]), ordered)):
+    call, inputs = make_call(q, q, q, pattern, **options)
+    problem, how = operators.problem_and_options(call, q, q, None, "triton")
     for backward in (False, True, True):
         TRITON.compile(problem, inputs, how, backward=backward)
         steps.append(sorted(compiled))
@@ -121,11 +123,15 @@ def run(program: str, folder) -> str:
 
 def test_everything_is_compiled_and_nothing_runs(tmp_path):
     steps = json.loads(run(PROGRAM, tmp_path))
-    dilated, blocks = steps[:5], steps[5:]
+    dilated, blocks, ordered = steps[:5], steps[5:10], steps[10:]
     # Two launches of each kernel: partial results of rate 2, and rate 1 with these.
     assert dilated == [["forward_kernel"] * 2, ["delta_kernel", *["dkv_kernel"] * 2, *["dq_kernel"] * 2], [], [], []]
     # delta was compiled before.
     assert blocks == [["block_forward_kernel"], ["block_dkv_kernel", "block_dq_kernel"], [], [], []]
+    # Both branches have one launch of each kernel, the one over 256 slots and the other over 128.
+    # The backward merges sums without lse, and moves numbers of rows. delta was compiled before.
+    forward, backward = ["forward_kernel"], ["dkv_kernel", "dq_kernel"]
+    assert ordered == [[*forward, "merge_kernel", "move_kernel"], [*backward, "merge_kernel", "move_kernel"], [], [], []]
 
 
 def test_first_forward_with_gradients_compiles_the_backward(tmp_path):

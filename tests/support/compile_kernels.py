@@ -4,6 +4,7 @@
                                                              capability, kernel, element size, head size, config
     echo '[90, "hopper forward", 64]' | ...                  kernel, head size [, final, group, parts, single]
     echo '[90, "hopper joint", 64]' | ...                    the same, all gradients
+    echo '[90, "sorted merge", 2, 64, 3]' | ...              kernel, element size, head size, branches
     echo '[86, "block forward", 2, 64, 128]' | ...           kernel, element size, head size, block size
     echo '[90, "hopper block dq", 64, 128, true, 1]' | ...   kernel, head size, block size, causal, group
 
@@ -29,6 +30,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 import sass
+from dilated_attention_pytorch.backends.gpu import sorted_rows
 from dilated_attention_pytorch.backends.gpu.kernels import backward, block_backward, block_forward, forward
 from dilated_attention_pytorch.backends.gpu.launch import FUSED
 from dilated_attention_pytorch.backends.gpu.portable import padded
@@ -50,6 +52,7 @@ BLOCKS = {
     "dq": block_backward.block_dq_kernel,
     "dkv": block_backward.block_dkv_kernel,
 }
+SORTED = {"move": sorted_rows.move_kernel, "merge": sorted_rows.merge_kernel}
 HOPPER = {
     "forward": hopper_forward.forward_kernel,
     "dq": hopper_dq.dq_kernel,
@@ -63,10 +66,11 @@ HOPPER_BLOCKS = {
 }
 ARGUMENTS = sys.argv[1:] if __name__ == "__main__" else []
 RESULTS = ("OUT", "DQ", "DK", "DV")
-HALF = ("Q", "K", "V", "DOUT", *RESULTS)
+HALF = ("Q", "K", "V", "DOUT", "X", "Y", *RESULTS)
 FLOAT = (
     "PARTS",
     "PARTS_LSE2",
+    "PARTS_LSE",
     "DK_PARTS",
     "DV_PARTS",
     "LSE",
@@ -79,8 +83,8 @@ FLOAT = (
     "PART_DV",
     "SUMS",
 )
-INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "ORDER", "SEED", "ROWS", "STARTS")
-SHORT_INTEGER = ("TAKEN", "TURNS", "POSITIONS", "COUNTS", "INDICES")
+INTEGER = ("TABLE", "LAYOUT", "OFFSETS", "ORDER", "SEED", "ROWS", "STARTS", "SIZES")
+SHORT_INTEGER = ("TAKEN", "TURNS", "PLACES", "COUNTS", "INDICES", "ROW_LISTS", "LISTS", "SLOTS", "OWNERS")
 
 
 def argument_type(name: str, element: str) -> str:
@@ -106,7 +110,7 @@ def usage(
     warps,
     stages,
     final=True,
-    ordered=False,
+    placed=False,
     float32="tf32x3",
     running=False,
     *,
@@ -122,8 +126,8 @@ def usage(
         "RUNNING": running,
         "FINAL": final,
         "IN_FOURS": False,
-        "DROPOUT": False,
-        "ORDERED": ordered,
+        "DROPOUT": placed,
+        "PLACED": placed,
         "WIDE": False,
         "PRECISION": "tf32" if size == 2 else float32,
         "group": 1,  # as Triton specialises it
@@ -157,6 +161,14 @@ def block_usage(kernel, size, head_dim, block_size, causal=True, group=1, config
         constants["NEGATIVE"] = False
     options = {"num_warps": warps, "num_stages": stages}
     return compiled_usage(ASTSource, BLOCKS[kernel], constants, size, options, capability=capability)
+
+
+def sorted_usage(kernel, size, head_dim, branches=None, *, capability):
+    """The kernels that move rows into slots, and that merge the results of this many branches."""
+    constants = sorted_rows.constants_of(head_dim)
+    if kernel == "merge":
+        constants |= {"BRANCHES": branches, "HAS_LSE": True}
+    return compiled_usage(ASTSource, SORTED[kernel], constants, size, {}, capability=capability)
 
 
 def hopper_usage(
@@ -232,6 +244,7 @@ def compiled_usage(source, function, constants, size, options, single=(), *, cap
         "warp_products": "mma.sync" in ptx,  # of tiles too small for the above, and before sm_90
         "wide_copies": "cp.async.cg.shared.global" in ptx,
         "tensor_copies": "cp.async.bulk.tensor" in ptx,
+        "wide_loads": bool(re.search(r"ld\.global[.\w:]*\.v[48]", ptx)),
         "arrivals": sass.arrivals(ptx),
         "row_accesses": row_accesses(compiled.asm["ttgir"]),
         "warp_barriers": ptx.count("bar.warp.sync 0xffffffff"),
@@ -279,6 +292,11 @@ if __name__ == "__main__":
         capability, *arguments = json.loads(line)
         name, *rest = arguments
         family, _, kernel = name.rpartition(" ")
-        families = {"hopper": hopper_usage, "hopper block": hopper_block_usage, "block": block_usage}
+        families = {
+            "hopper": hopper_usage,
+            "hopper block": hopper_block_usage,
+            "block": block_usage,
+            "sorted": sorted_usage,
+        }
         used = families.get(family, usage)(kernel, *rest, capability=capability)
         print(json.dumps({"arguments": arguments} | used), flush=True)

@@ -23,7 +23,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
         ({"head_dim": 192}, "triton"),
         ({"head_dim": 60}, "triton"),
         ({"dropout_p": 0.1}, "triton"),
-        ({"masks_by_position": True}, "triton"),
+        ({"masks_by_position": True}, "hopper"),
+        ({"masks_by_position": True, "head_dim": 192}, "triton"),
         ({"capability": (8, 0)}, "triton"),
         ({"dtype": torch.float32}, "triton"),
         # The Triton kernels have no tuned gradients there; PyTorch's operators have no dropout and no masks by position.

@@ -34,7 +34,7 @@ def test_opcheck(backend, mode):
     lengths = torch.tensor([30, 11]) if mode == "lengths" else None
     cu_seqlens = torch.tensor([0, 12, 30]) if mode == "cu_seqlens" else None
     positions = torch.randperm(30) if mode == "positions" else None
-    constants = (None, positions, None, None, None, PATTERN.spec, positions is None, 0.3, 0.0, False, backend)
+    constants = (None, positions, None, None, None, PATTERN.spec, positions is None, 0.3, 0.0, False, False, backend)
     q, k, v = inputs()
     torch.library.opcheck(operators.attend, (q, k, v, lengths, cu_seqlens, *constants))
     out, lse = operators.attend(q, k, v, lengths, cu_seqlens, *constants)

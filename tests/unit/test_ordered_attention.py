@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from itertools import product
 
@@ -259,6 +260,11 @@ def test_explain():
     assert told.backend == "eager"
     assert told.pairs == explain(q, q, q, Dilated([8], [1])).pairs
     assert "not       sdpa: is_causal under an order masks pairs by their original positions" in str(told)
+    half = q.to(torch.bfloat16).expand(1, 30, 2, 8).repeat(1, 1, 1, 8)
+    sorted_rows = explain(half, half, half, Dilated([8], [1]), is_causal=True, order=order, device="cuda:h200")
+    if importlib.util.find_spec("triton"):
+        assert sorted_rows.backend == "hopper"
+        assert sorted_rows.pairs == explain(half, half, half, Dilated([8], [1]), is_causal=True).pairs
     with pytest.raises(ValueError, match="the order is over 30 positions, got a sequence of 29"):
         explain(q[:, 1:], q[:, 1:], q[:, 1:], Dilated([8], [1]), order=order)
 

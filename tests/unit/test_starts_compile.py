@@ -21,7 +21,8 @@ def inputs(n, m):
 @pytest.mark.parametrize(("backend", "lengths", "n"), [("sdpa", None, 12), ("eager", torch.tensor([11, 20]), 30)])
 def test_opcheck(backend, lengths, n):
     q, k, v = inputs(n, 30)
-    constants = (None, None, None, None, None, None, PATTERN.spec, True, 0.3, 0.0, False, backend, torch.tensor([17, 3]))
+    options = PATTERN.spec, True, 0.3, 0.0, False, False, backend
+    constants = (*[None] * 6, *options, torch.tensor([17, 3]))
     torch.library.opcheck(operators.attend, (q, k, v, lengths, *constants))
     out, lse = operators.attend(q, k, v, lengths, *constants)
     saved = [x.detach() for x in (q, k, v, out, lse)]

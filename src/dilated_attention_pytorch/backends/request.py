@@ -96,5 +96,5 @@ DROPOUT_REASON = (
 )
 ORDER_REASON = (
     "is_causal under an order masks pairs by their original positions, which this backend cannot; use backend='eager', or "
-    "for a Dilated pattern on a GPU backend='triton'"
+    "for a Dilated pattern on a GPU backend='auto'"
 )

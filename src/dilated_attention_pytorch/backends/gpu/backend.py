@@ -56,6 +56,10 @@ class TableBackend:
 
                 return decoding.last_row(problem.dilated, inputs, options.scale)
             kernels = self.kernels(dilated=isinstance(problem.pattern, Dilated))
+            if options.order is not None:
+                from dilated_attention_pytorch.backends.gpu import sorted_rows  # it imports triton
+
+                return sorted_rows.forward(kernels, problem, inputs, options)
             results: Results = kernels.forward(problem, inputs, options, given)
         return results
 
@@ -66,6 +70,10 @@ class TableBackend:
         dilated = isinstance(problem.pattern, Dilated)
         kernels = self.kernels(dilated=dilated)
         with torch.cuda.device_of(inputs.query):  # type: ignore[no-untyped-call]
+            if options.order is not None:
+                from dilated_attention_pytorch.backends.gpu import sorted_rows  # it imports triton
+
+                return sorted_rows.backward(kernels, problem, inputs, saved, options)
             statistics: RowStatistics
             if dilated and options.detach_mixing and len(problem.dilated.branches) > 1:
                 statistics = _statistics_by_branch(kernels, problem, inputs, saved, options)
@@ -82,7 +90,7 @@ class TableBackend:
         """
         query, pattern = inputs.query, problem.pattern
         sizes = type(pattern), query.dtype, query.shape[-1], problem.heads_per_key == 1, problem.is_causal
-        extras = options.dropout is None, options.positions is None, options.detach_mixing
+        extras = options.dropout is None, options.order is None, options.detach_mixing
         kind = (*sizes, *extras, isinstance(pattern, Dilated) and len(pattern.branches) > 1)
         if kind in self._trained or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
@@ -129,7 +137,7 @@ def _is_last_row(problem: Problem, options: Options) -> bool:
     """Whether a problem is one query at the end of whole sequences, which the decoding kernel computes."""
     if problem.queries != 1 or not isinstance(problem.pattern, Dilated) or problem.pattern.torchscale_padding:
         return False
-    usual = problem.branch is None and options.dropout is None and options.positions is None
+    usual = problem.branch is None and options.dropout is None and options.order is None
     is_whole = problem.lengths is None and problem.starts is None and problem.cu_seqlens is None
     return usual and is_whole and type(problem) is Problem and problem.batch > 0 and problem.heads > 0
 

@@ -65,7 +65,7 @@ class TileOptions(NamedTuple):
     config: TritonConfig
     scale: float = 1.0
     dropout_p: float = 0.0
-    ordered: bool = False  # pairs are masked by position
+    placed: bool = False  # dropout counts places of the ordered sequence
     exact: bool = False  # see exact_products
     in_fours: bool = False  # the order of columns in partial results, see primitives.load_parts
 
@@ -99,7 +99,7 @@ def _launches(
 ) -> tuple[KernelLaunch, ...]:
     problem = plan.problem
     step = max(problem.dilated.dilation_rates) * max(*row_strides(how.strides), problem.heads * how.head_dim)
-    constants |= {"IN_FOURS": how.in_fours, "ORDERED": how.ordered, "DROPOUT": how.dropout_p > 0.0}
+    constants |= {"IN_FOURS": how.in_fours, "PLACED": how.placed, "DROPOUT": how.dropout_p > 0.0}
     launches = []
     for one in plan.launches:
         config = how.config if one.attends else SUM
@@ -117,19 +117,19 @@ def _sizes(plan: LaunchPlan) -> tuple[int, ...]:
 
 
 def forward_launches(plan: LaunchPlan, how: TileOptions) -> tuple[KernelLaunch, ...]:
-    """Over query, key, value, partial out and lse2, out, lse, seed and positions."""
+    """Over query, key, value, partial out and lse2, out, lse, seed and places."""
     numbers = plan.problem.queries, *_sizes(plan), abs(how.scale) * LOG2_E
     return _launches(forward_kernel, plan, how, numbers, NEGATIVE=how.scale < 0)
 
 
 def dq_launches(plan: LaunchPlan, how: TileOptions) -> tuple[KernelLaunch, ...]:
-    """Over query, key, value, dout, lse, delta, partial dq, dq, seed and positions."""
+    """Over query, key, value, dout, lse, delta, partial dq, dq, seed and places."""
     numbers = plan.problem.queries, *_sizes(plan), how.scale * LOG2_E, how.scale
     return _launches(dq_kernel, plan, how, numbers)
 
 
 def dkv_launches(plan: LaunchPlan, how: TileOptions) -> tuple[KernelLaunch, ...]:
-    """Over query, key, value, dout, lse, delta, partial dk and dv, dk, dv, seed and positions."""
+    """Over query, key, value, dout, lse, delta, partial dk and dv, dk, dv, seed and places."""
     numbers = plan.problem.queries, plan.problem.keys, *_sizes(plan), how.scale * LOG2_E, how.scale
     return _launches(dkv_kernel, plan, how, numbers)
 

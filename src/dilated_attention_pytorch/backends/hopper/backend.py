@@ -36,7 +36,7 @@ class HopperBackend(TableBackend):
             reasons.append(f"Hopper kernels take head sizes from 24 to 128 in steps of 8, got {request.head_dim}")
         if request.dropout_p > 0.0:
             reasons.append(f"Hopper kernels have no dropout, got dropout_p = {request.dropout_p}")
-        if request.masks_by_position:
+        if request.masks_by_position and request.block_size is not None:
             reasons.append(ORDER_REASON)
         if request.block_size not in (None, *BLOCK_SIZES):
             reasons.append(f"Hopper kernels take blocks of {' or '.join(map(str, BLOCK_SIZES))}, got {request.block_size}")

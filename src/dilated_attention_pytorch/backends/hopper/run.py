@@ -112,10 +112,10 @@ def _dq_launches(plan: LaunchPlan, how: ItemOptions) -> _Launches:
     return _launches(dq_kernel, portable.dq_launches, plan, how, numbers, BLOCK_N=how.config.block)
 
 
-def _dkv_launches(plan: LaunchPlan, how: ItemOptions, joint: bool) -> _Launches:
+def _dkv_launches(plan: LaunchPlan, how: ItemOptions, joint: bool, scaled: bool = False) -> _Launches:
     sizes = plan.problem.queries, plan.problem.keys, *_heads(plan)
     numbers = (*sizes, nonzero_scale(how.scale) * LOG2_E, how.scale)
-    own = {"SCALED": isinstance(plan.problem, RunningProblem)} if joint else {"OVERLAP": how.config.overlap}
+    own = {"SCALED": scaled} if joint else {"OVERLAP": how.config.overlap}
     mode = {"BLOCK_M": how.config.block, **own}
     return _launches(joint_kernel if joint else dkv_kernel, portable.dkv_launches, plan, how, numbers, **mode)
 
@@ -193,12 +193,16 @@ def joint(
 ) -> Inputs:  # fmt: skip
     """All gradients by one kernel, written to ``grads`` if these are given.
 
-    The kernel adds dq to float32 sums, which are the given gradient itself for a ``RunningProblem``.
+    The kernel adds dq to float32 sums, which are the given gradient itself if that is float32.
     """
-    query, running, shifts = read.query, isinstance(problem, RunningProblem), _shifts(statistics)
+    query, shifts = read.query, _shifts(statistics)
+    in_place = grads is not None and grads.query.dtype == torch.float32
     plan = _plan(problem, query, by_keys=True, separate=True, own_deltas=statistics.own_deltas)
-    launches = plan.once(_dkv_launches, ItemOptions(query.shape[-1], read.strides, config, scale), True)
-    sums = grads.query if running and grads else torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    launches = plan.once(_dkv_launches, ItemOptions(query.shape[-1], read.strides, config, scale), True, in_place)
+    if grads is None or not in_place:
+        sums = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    else:
+        sums = grads.query if isinstance(problem, RunningProblem) else grads.query.zero_()
     rows = -(-query.shape[:3].numel() // 4) * 4  # the second view is aligned then, so that one kernel is compiled for all
     counters = torch.zeros(rows + launches.attending, dtype=torch.int32, device=query.device)
 
@@ -209,7 +213,7 @@ def joint(
         return buffers[-2:]
 
     dk, dv = by_key()  # partial results are freed before dq is allocated
-    if running:
+    if in_place:
         return Inputs(sums, dk, dv)
     dq = torch.empty_like(query, memory_format=torch.contiguous_format) if grads is None else grads.query
     return Inputs(torch.mul(sums, scale, out=dq), dk, dv)

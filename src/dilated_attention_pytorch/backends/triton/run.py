@@ -27,14 +27,14 @@ def _configs(x: Tensor) -> TritonConfigs:
 
 def _tile_options(query: Tensor, strides: Strides, config: TritonConfig, options: Options) -> TileOptions:
     dropout_p = 0.0 if options.dropout is None else options.dropout.p
-    ordered = options.positions is not None
-    return TileOptions(query.shape[-1], strides, config, options.scale, dropout_p, ordered, portable.exact_products(query))
+    placed = options.places is not None
+    return TileOptions(query.shape[-1], strides, config, options.scale, dropout_p, placed, portable.exact_products(query))
 
 
-def _seed_and_positions(options: Options, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """What kernels read for dropout and for causality by position; any tensor if they do not."""
+def _seed_and_places(options: Options, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """What kernels read for dropout; any tensor if they do not."""
     seed: Tensor = unused if options.dropout is None else options.dropout.seed
-    return seed, unused if options.positions is None else options.positions
+    return seed, unused if options.places is None else options.places
 
 
 def forward(problem: Problem, inputs: Inputs, options: Options, given: Results | None = None) -> Results:
@@ -44,7 +44,7 @@ def forward(problem: Problem, inputs: Inputs, options: Options, given: Results |
     plan = find_launch_plan(problem, block=config.block_m, by_keys=False, head_dim=query.shape[-1], device=query.device)
     *partial, out, lse = portable.forward_buffers(query, plan, given)
     how = _tile_options(query, (query.stride(), key.stride(), value.stride()), config, options)
-    tensors = (query, key, value, *partial, out, lse, *_seed_and_positions(options, lse))
+    tensors = (query, key, value, *partial, out, lse, *_seed_and_places(options, lse))
     launch(plan.once(portable.forward_launches, how), tensors)
     return Results(out, lse)
 
@@ -63,7 +63,7 @@ def gradients(
     sizes: dict[str, Any] = {"head_dim": query.shape[-1], "device": query.device, "own_deltas": statistics.own_deltas}
     read = query, key, value, dout, lse, delta
     strides = query.stride(), key.stride(), value.stride(), dout.stride()
-    optional = _seed_and_positions(options, lse)
+    optional = _seed_and_places(options, lse)
 
     def by_query() -> Tensor:
         plan = find_launch_plan(problem, block=chosen.dq.block_m, by_keys=False, **sizes)

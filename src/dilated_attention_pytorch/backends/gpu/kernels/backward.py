@@ -19,7 +19,6 @@ from dilated_attention_pytorch.backends.gpu.kernels.columns import (
     FAMILY_TO_POSITION,
 )
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
-    LAST,
     LOG2_E,
     block_offsets,
     dropout_stream,
@@ -28,7 +27,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     load_block,
     load_listed,
     load_parts,
-    load_positions,
+    load_places,
     load_sums,
     locate,
     own_part_row,
@@ -123,10 +122,7 @@ def dq_over_keys(
     stride,
     threshold,
     keep_scale,
-    POSITIONS,
-    sample,
-    N,
-    q_originals,
+    own_places,
     LIST,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -134,7 +130,7 @@ def dq_over_keys(
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
-    ORDERED: tl.constexpr,
+    PLACED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Sum over the keys from ``start`` to ``stop``, which may be listed: see ``attend_keys``."""
@@ -152,15 +148,14 @@ def dq_over_keys(
         p = tl.math.exp2(s * scale_log2 - lse2[:, None])
         columns = n + tl.arange(0, BLOCK_N)
         if MASKED:
-            if ORDERED:
-                k_originals = load_positions(POSITIONS, sample, N, k_start, stride, columns, columns < k_rows, LAST)
-                visible = (columns < k_rows)[None, :] & (k_originals[None, :] <= q_originals[:, None])
-            else:
-                visible = (columns < k_rows)[None, :] & ((columns[None, :] <= rows[:, None]) | (not causal))
+            visible = (columns < k_rows)[None, :] & ((columns[None, :] <= rows[:, None]) | (not causal))
             p = tl.where(visible, p, 0.0)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
-            keep = kept(stream, q_positions[:, None], (k_start + columns * stride)[None, :], threshold)
+            k_positions = k_start + columns * stride
+            if PLACED:
+                k_positions = load_places(own_places, k_positions, columns < k_rows)
+            keep = kept(stream, q_positions[:, None], k_positions[None, :], threshold)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -178,7 +173,7 @@ def dq_kernel(
     PARTS,  # (rows, D) float32
     DQ,
     SEED,
-    POSITIONS,
+    PLACES,
     TABLE,
     LAYOUT,
     OFFSETS,
@@ -214,7 +209,7 @@ def dq_kernel(
     RUNNING: tl.constexpr,  # add the partial results of these tiles to what the result holds
     IN_FOURS: tl.constexpr,
     DROPOUT: tl.constexpr,
-    ORDERED: tl.constexpr,
+    PLACED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -252,6 +247,7 @@ def dq_kernel(
         k_offsets = block_offsets(k_step, BLOCK_N, BLOCK_D, WIDE)
         v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE)
         stream = tl.full([], 0, tl.uint32)
+        own_places = PLACES + (sample * G + key_head) * N
         q_positions = q_start + q_shift + rows * stride
         k_first = k_start
         if DROPOUT:
@@ -259,25 +255,20 @@ def dq_kernel(
             padding = tl.load(row + FAMILY_PADDING)
             q_positions -= padding
             k_first -= padding
-
-        q_originals = rows
-        if ORDERED:
-            q_originals = load_positions(POSITIONS, sample, N, q_start, stride, rows, inside, LAST)
+            if PLACED:
+                q_positions = load_places(own_places, q_positions, inside)
 
         seen = tl.where(causal, tl.minimum(first + BLOCK_M, k_rows), k_rows)
         whole = tl.where(causal, tl.minimum(first, k_rows), k_rows) // BLOCK_N * BLOCK_N
-        if ORDERED:  # every block is masked
-            whole = whole * 0
-        else:
-            dq = dq_over_keys(
-                dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows,
-                rows, causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, POSITIONS, sample,
-                N, q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, False, DROPOUT, ORDERED, PRECISION,
-            )  # fmt: skip
+        dq = dq_over_keys(
+            dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
+            causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, own_places,
+            TABLE, D, BLOCK_D, BLOCK_N, 0, False, DROPOUT, PLACED, PRECISION,
+        )  # fmt: skip
         dq = dq_over_keys(
             dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
-            causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, POSITIONS, sample, N,
-            q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, True, DROPOUT, ORDERED, PRECISION,
+            causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, own_places,
+            TABLE, D, BLOCK_D, BLOCK_N, 0, True, DROPOUT, PLACED, PRECISION,
         )  # fmt: skip
         dq *= scale
     positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(stride, BLOCK_M, WIDE)).to(tl.int32)
@@ -332,11 +323,7 @@ def dkv_over_queries(
     stride,
     threshold,
     keep_scale,
-    POSITIONS,
-    sample,
-    N,
-    q_start,
-    k_originals,
+    own_places,
     LIST,
     listed_rows,
     first_row,
@@ -346,7 +333,7 @@ def dkv_over_queries(
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
-    ORDERED: tl.constexpr,
+    PLACED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -381,15 +368,14 @@ def dkv_over_queries(
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         p = tl.math.exp2(s * scale_log2 - (lse * LOG2_E)[None, :])
         if MASKED:
-            if ORDERED:
-                q_originals = load_positions(POSITIONS, sample, N, q_start, stride, rows, rows < q_rows, LAST)
-                p = tl.where(k_originals[:, None] <= q_originals[None, :], p, 0.0)
-            else:
-                p = tl.where((columns[:, None] <= rows[None, :]) | (not causal), p, 0.0)
+            p = tl.where((columns[:, None] <= rows[None, :]) | (not causal), p, 0.0)
         dout = load_block(dout_pointer + m * dout_step, dout_offsets, stop - m, D, BLOCK_M, BLOCK_D, MASKED)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         if DROPOUT:
-            keep = kept(stream, (q_position + rows * stride)[None, :], k_positions[:, None], threshold)
+            q_positions = q_position + rows * stride
+            if PLACED:
+                q_positions = load_places(own_places, q_positions, rows < q_rows)
+            keep = kept(stream, q_positions[None, :], k_positions[:, None], threshold)
             dv = tl.dot(tl.where(keep, p * keep_scale, 0.0).to(dout.dtype), dout, dv, input_precision=PRECISION)
             dp = tl.where(keep, dp * keep_scale, 0.0)
         else:
@@ -412,7 +398,7 @@ def dkv_kernel(
     DK,
     DV,
     SEED,
-    POSITIONS,
+    PLACES,
     TABLE,
     LAYOUT,
     OFFSETS,
@@ -449,7 +435,7 @@ def dkv_kernel(
     RUNNING: tl.constexpr,  # add the partial results of these tiles to what the result holds
     IN_FOURS: tl.constexpr,
     DROPOUT: tl.constexpr,
-    ORDERED: tl.constexpr,
+    PLACED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -477,12 +463,15 @@ def dkv_kernel(
         dout_step = stride * dout_stride_n
         q_offsets = block_offsets(q_step, BLOCK_M, BLOCK_D, WIDE)
         dout_offsets = block_offsets(dout_step, BLOCK_M, BLOCK_D, WIDE)
+        own_places = PLACES + (sample * G + key_head) * N
         q_first = q_start + q_shift
         k_positions = k_start + columns * k_stride
         if DROPOUT:
             padding = tl.load(row + FAMILY_PADDING)
             q_first -= padding
             k_positions -= padding
+            if PLACED:
+                k_positions = load_places(own_places, k_positions, inside)
 
         # Masked blocks of query rows: those that cross the diagonal, from row `begin` on, and the one that the tile's end
         # cuts.
@@ -492,11 +481,6 @@ def dkv_kernel(
         end = tl.maximum(q_rows // BLOCK_M * BLOCK_M, tl.minimum(clear, q_rows))
         crossing = (tl.minimum(clear, q_rows) - begin + BLOCK_M - 1) // BLOCK_M
         cut = tl.where(end < q_rows, 1, 0)
-        k_originals = columns
-        if ORDERED:  # every block is masked
-            k_originals = load_positions(POSITIONS, sample, N, k_start, k_stride, columns, inside, LAST)
-            crossing = (q_rows + BLOCK_M - 1) // BLOCK_M
-            cut = cut * 0
         for member in tl.range(0, group):
             head = key_head * group + member
             q_pointer = Q + sample * q_stride_b + q_start * q_stride_n + head * q_stride_h
@@ -509,16 +493,15 @@ def dkv_kernel(
             dk, dv = dkv_over_queries(
                 dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, delta_pointer, q_step, dout_step, q_offsets,
                 dout_offsets, begin, crossing, end, cut, q_rows, columns, causal, scale_log2, stream, q_first,
-                k_positions, stride, threshold, keep_scale, POSITIONS, sample, N, q_start, k_originals,
-                TABLE, 0, 0, D, BLOCK_D, BLOCK_M, 0, True, DROPOUT, ORDERED, WIDE, PRECISION,
+                k_positions, stride, threshold, keep_scale, own_places,
+                TABLE, 0, 0, D, BLOCK_D, BLOCK_M, 0, True, DROPOUT, PLACED, WIDE, PRECISION,
             )  # fmt: skip
-            if not ORDERED:
-                dk, dv = dkv_over_queries(
-                    dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, delta_pointer, q_step, dout_step,
-                    q_offsets, dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_rows, columns, causal, scale_log2,
-                    stream, q_first, k_positions, stride, threshold, keep_scale, POSITIONS, sample, N, q_start,
-                    k_originals, TABLE, 0, 0, D, BLOCK_D, BLOCK_M, 0, False, DROPOUT, ORDERED, WIDE, PRECISION,
-                )  # fmt: skip
+            dk, dv = dkv_over_queries(
+                dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, delta_pointer, q_step, dout_step, q_offsets,
+                dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_rows, columns, causal, scale_log2, stream, q_first,
+                k_positions, stride, threshold, keep_scale, own_places,
+                TABLE, 0, 0, D, BLOCK_D, BLOCK_M, 0, False, DROPOUT, PLACED, WIDE, PRECISION,
+            )  # fmt: skip
         dk *= scale
     first_row = k_start + first * k_stride
     positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(k_stride, BLOCK_N, WIDE)).to(tl.int32)

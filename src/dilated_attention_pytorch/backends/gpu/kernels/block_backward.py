@@ -103,13 +103,13 @@ def block_dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq = dq_over_keys(
         dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_length, positions,
-        CAUSAL, scale_log2, stream, zero + positions, zero, 1, threshold, keep_scale, ROWS, sample, N, positions, LIST,
+        CAUSAL, scale_log2, stream, zero + positions, zero, 1, threshold, keep_scale, ROWS, LIST,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, DROPOUT, False, PRECISION,
     )  # fmt: skip
     dq = dq_over_keys(
         dq, q, dout, lse2, delta, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_length,
-        positions, CAUSAL, scale_log2, stream, zero + positions, zero, 1, threshold, keep_scale, ROWS, sample, N,
-        positions, LIST, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, DROPOUT, False, PRECISION,
+        positions, CAUSAL, scale_log2, stream, zero + positions, zero, 1, threshold, keep_scale, ROWS,
+        LIST, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, DROPOUT, False, PRECISION,
     )  # fmt: skip
     start = ((sample * N + q_row + first) * H + head) * D
     offsets = block_offsets(one * H * D, BLOCK_M, BLOCK_D, WIDE)
@@ -242,13 +242,13 @@ def block_dkv_kernel(
         dk, dv = dkv_over_queries(
             dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
             dout_offsets, begin, crossing, end, cut, q_length, columns, CAUSAL, scale_log2, stream, zero, zero + columns,
-            one, threshold, keep_scale, ROWS, sample, N, 0, columns, LIST, listed_rows, q_first,
+            one, threshold, keep_scale, ROWS, LIST, listed_rows, q_first,
             D, BLOCK_D, BLOCK_M, BLOCK_SIZE, True, DROPOUT, False, WIDE, PRECISION,
         )  # fmt: skip
         dk, dv = dkv_over_queries(
             dk, dv, k, v, q_pointer, dout_pointer, LSE + statistics, DELTA + statistics, q_step, dout_step, q_offsets,
             dout_offsets, clear, (end - clear) // BLOCK_M, 0, 0, q_length, columns, CAUSAL, scale_log2, stream, zero,
-            zero + columns, one, threshold, keep_scale, ROWS, sample, N, 0, columns, LIST, listed_rows, q_first,
+            zero + columns, one, threshold, keep_scale, ROWS, LIST, listed_rows, q_first,
             D, BLOCK_D, BLOCK_M, BLOCK_SIZE, False, DROPOUT, False, WIDE, PRECISION,
         )  # fmt: skip
     start = ((sample * M + k_row + first) * G + key_head) * D

@@ -16,10 +16,8 @@ from dilated_attention_pytorch.backends.gpu.kernels.columns import (
     FAMILY_ZERO_KEYS,
 )
 from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
-    LAST,
     LN_2,
     LOG2_E,
-    LOWEST,
     block_offsets,
     dropout_stream,
     find_family,
@@ -27,7 +25,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     load_block,
     load_listed,
     load_parts,
-    load_positions,
+    load_places,
     locate,
     own_part_row,
     part_rows,
@@ -60,10 +58,7 @@ def attend_keys(
     stride,
     threshold,
     keep_scale,
-    POSITIONS,
-    sample,
-    N,
-    q_originals,
+    own_places,
     LIST,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -71,7 +66,7 @@ def attend_keys(
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     DROPOUT: tl.constexpr,
-    ORDERED: tl.constexpr,
+    PLACED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One online-softmax pass over the keys from ``start`` to ``stop``.
@@ -91,15 +86,9 @@ def attend_keys(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         columns = n + tl.arange(0, BLOCK_N)
         if MASKED:
-            if ORDERED:
-                k_originals = load_positions(POSITIONS, sample, N, k_start, stride, columns, columns < k_rows, LAST)
-                visible = (columns < k_rows)[None, :] & (k_originals[None, :] <= q_originals[:, None])
-            else:
-                visible = (columns < k_rows)[None, :] & ((columns[None, :] <= rows[:, None]) | (not causal))
+            visible = (columns < k_rows)[None, :] & ((columns[None, :] <= rows[:, None]) | (not causal))
             s = tl.where(visible, s * scale_log2, -float("inf"))
             m2_new = tl.maximum(m2, tl.max(s, 1))
-            if ORDERED:  # a row may see no key of the first blocks: this avoids a difference of infinities
-                m2_new = tl.maximum(m2_new, LOWEST)
             p = tl.math.exp2(s - m2_new[:, None])
         else:
             m2_new = tl.maximum(m2, tl.max(s, 1) * scale_log2)
@@ -109,7 +98,10 @@ def attend_keys(
         acc = acc * alpha[:, None]
         m2 = m2_new
         if DROPOUT:
-            keep = kept(stream, q_positions[:, None], (k_start + columns * stride)[None, :], threshold)
+            k_positions = k_start + columns * stride
+            if PLACED:
+                k_positions = load_places(own_places, k_positions, columns < k_rows)
+            keep = kept(stream, q_positions[:, None], k_positions[None, :], threshold)
             p = tl.where(keep, p * keep_scale, 0.0)
         v = load_block(v_pointer + n * v_step, v_offsets, k_rows - n, D, BLOCK_N, BLOCK_D, MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -139,7 +131,7 @@ def forward_kernel(
     OUT,  # (B, N, H, D)
     LSE,  # (B, H, N) float32, natural logarithm
     SEED,
-    POSITIONS,  # (B, N) int32: the original position of each row, if ORDERED
+    PLACES,  # (B, G, N) int32, if PLACED: the place in the ordered sequence of each row of a head
     TABLE,
     LAYOUT,
     OFFSETS,
@@ -171,7 +163,7 @@ def forward_kernel(
     RUNNING: tl.constexpr,  # merge the partial results of these tiles into OUT and LSE
     IN_FOURS: tl.constexpr,  # the order of columns of partial results that are read, see load_parts
     DROPOUT: tl.constexpr,
-    ORDERED: tl.constexpr,  # a row sees the keys whose positions are not larger than its own
+    PLACED: tl.constexpr,  # dropout counts the places of rows, else the rows
     NEGATIVE: tl.constexpr,  # the scale is negative
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -211,6 +203,7 @@ def forward_kernel(
         v_offsets = block_offsets(v_step, BLOCK_N, BLOCK_D, WIDE)
 
         stream = tl.full([], 0, tl.uint32)
+        own_places = PLACES + (sample * G + key_head) * N
         q_positions = q_start + q_shift + rows * stride
         k_first = k_start
         if DROPOUT:
@@ -218,25 +211,20 @@ def forward_kernel(
             padding = tl.load(row + FAMILY_PADDING)
             q_positions -= padding
             k_first -= padding
-
-        q_originals = rows
-        if ORDERED:
-            q_originals = load_positions(POSITIONS, sample, N, q_start, stride, rows, rows < q_rows, LAST)
+            if PLACED:
+                q_positions = load_places(own_places, q_positions, rows < q_rows)
 
         seen = tl.where(causal, tl.minimum(first + BLOCK_M, k_rows), k_rows)
         whole = tl.where(causal, tl.minimum(first, k_rows), k_rows) // BLOCK_N * BLOCK_N
-        if ORDERED:  # every block is masked
-            whole = whole * 0
-        else:
-            acc, m2, total = attend_keys(
-                acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
-                causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, POSITIONS, sample, N,
-                q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, False, DROPOUT, ORDERED, PRECISION,
-            )  # fmt: skip
+        acc, m2, total = attend_keys(
+            acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
+            causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, own_places,
+            TABLE, D, BLOCK_D, BLOCK_N, 0, False, DROPOUT, PLACED, PRECISION,
+        )  # fmt: skip
         acc, m2, total = attend_keys(
             acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
-            causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, POSITIONS, sample, N,
-            q_originals, TABLE, D, BLOCK_D, BLOCK_N, 0, True, DROPOUT, ORDERED, PRECISION,
+            causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, own_places,
+            TABLE, D, BLOCK_D, BLOCK_N, 0, True, DROPOUT, PLACED, PRECISION,
         )  # fmt: skip
         acc = acc / total[:, None]
         m2 += tl.math.log2(total)

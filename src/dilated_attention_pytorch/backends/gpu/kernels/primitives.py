@@ -46,7 +46,6 @@ from dilated_attention_pytorch.backends.gpu.kernels.columns import (
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LAST = tl.constexpr(2**31 - 1)  # behind every position
-LOWEST = tl.constexpr(-1e38)  # below every score, and finite
 
 
 @triton.jit
@@ -231,9 +230,9 @@ def wait_for_loads():
 
 
 @triton.jit
-def load_positions(POSITIONS, sample, N, start, step, rows, inside, other):
-    """The positions (B, N) of rows of a tile of an ordered sequence; ``other`` behind the tile."""
-    return tl.load(POSITIONS + sample * N + start + rows * step, mask=inside, other=other)
+def load_places(own_places, rows, inside):
+    """The places in the ordered sequence of a head's rows, for those that are ``inside``."""
+    return tl.load(own_places + rows, mask=inside, other=0)
 
 
 @triton.jit
