@@ -134,11 +134,12 @@ HOPPER_BLOCK_CASES = {32: [24, 128, True, 1], 96: [96, 256, False, 2]}
 DESCRIPTORS = {"forward": 12, "dq": 8, "dkv": 10, "joint": 11}
 
 
-def check_hopper(used: dict, kernel: str) -> None:
+def check_hopper(used: dict, kernel: str, descriptors: int | None = None) -> None:
     assert used["shared_bytes"] <= SHARED_LIMIT
     assert used["tensor_cores"]
     assert used["tensor_copies"]
-    assert used["scratch_bytes"] == DESCRIPTORS[kernel] * 128  # a place for each descriptor: compilers like to merge them
+    # A place for each descriptor: compilers like to merge them.
+    assert used["scratch_bytes"] == (descriptors or DESCRIPTORS[kernel]) * 128
     number, bare = used["arrivals"]
     assert number >= 6
     assert bare == []
@@ -156,6 +157,11 @@ def test_hopper_kernels(row, kernel):
     (used,) = compiled([[f"hopper {kernel}", *HOPPER_CASES[row]]])
     check_hopper(used, kernel)
     assert used["warp_barriers"] == (kernel == "forward")  # end_together
+
+
+def test_hopper_forward_with_one_descriptor_of_each_tensor():
+    (used,) = compiled([["hopper forward", 128, True, 1, 0, False, False, True]])
+    check_hopper(used, "forward", descriptors=3)
 
 
 # The forward has the most of its own: flags and a second pass. The backward kernels differ from the others in their tables.

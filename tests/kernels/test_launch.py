@@ -228,6 +228,50 @@ def test_arguments_of_calls_have_the_places_of_parameters(package, which, querie
         assert set(names[first + len(arguments) :]) == set(call.constants) - options
 
 
+WIDE = 2**20  # the stride of samples
+LINES = (WIDE, 512, 64, 1)
+# Pattern, tokens, head size, strides of the queries, fields of the problem, and whether one descriptor serves each tensor.
+SHARED = {
+    "whole blocks": (Dilated([256], [1]), 512, 64, LINES, {}, True),
+    "whole blocks, causal": (Dilated([256], [1]), 512, 64, LINES, {"is_causal": True}, True),
+    "whole lengths": (Dilated([256], [1]), 512, 64, LINES, {"lengths": (512, 128)}, True),
+    "two tails": (Dilated([256], [1]), 512, 64, LINES, {"lengths": (512, 130)}, False),
+    "one tail": (Dilated([256], [1]), 600, 64, LINES, {}, False),
+    "short tiles": (Dilated([64], [1]), 512, 64, LINES, {}, False),
+    "rows apart": (Dilated([256], [2]), 512, 64, LINES, {}, False),
+    "partial results": (Dilated([256, 512], [1, 1]), 512, 64, LINES, {}, False),
+    "long tiles": (Dilated([2048], [1]), 2048, 64, LINES, {}, False),
+    "long tiles of wide heads": (Dilated([2048], [1]), 2048, 128, (WIDE, 512, 128, 1), {}, True),
+    "narrow heads": (Dilated([256], [1]), 512, 32, (WIDE, 512, 32, 1), {}, False),
+    "odd heads": (Dilated([256], [1]), 512, 56, (WIDE, 512, 56, 1), {}, False),
+    "rows of one sample beside those of another": (Dilated([256], [1]), 512, 64, (512, 1024, 64, 1), {}, False),
+    "one sample": (Dilated([256], [1]), 512, 64, (512, 1024, 64, 1), {"batch": 1}, True),
+    "all samples in one place": (Dilated([256], [1]), 512, 64, (0, 512, 64, 1), {}, True),
+    "heads apart": (Dilated([256], [1]), 512, 64, (4 * WIDE, 64, WIDE, 1), {}, False),
+    "all heads in one place": (Dilated([256], [1]), 512, 64, (WIDE, 64, 0, 1), {}, True),
+    "too many rows": (Dilated([256], [1]), 512, 64, (512 * 2**30, 512, 64, 1), {}, False),
+    "too long rows": (Dilated([256], [1]), 512, 64, (2**32, 2**31, 64, 1), {}, False),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_tiles_that_share_descriptors(name, monkeypatch):
+    """The forward kernel over one descriptor of each tensor, by the constant WHOLE."""
+    from dilated_attention_pytorch.backends.hopper import run as hopper
+
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
+    pattern, n, head_dim, strides, fields, expected = SHARED[name]
+    sizes = {"is_causal": False, "batch": 2, "queries": n, "keys": n, "heads": 4, "key_heads": 2}
+    problem = Problem(pattern, **(sizes | fields))
+    plan = find_launch_plan(problem, block=128, by_keys=False, head_dim=head_dim, device=torch.device("cpu"))
+    keys = (WIDE, 2 * head_dim, head_dim, 1)
+    how = hopper.ItemOptions(head_dim, (strides, keys, keys), hopper.configs(head_dim).forward, 0.25)
+    (launches, *_), *_ = hopper._forward_launches(plan, how)
+    attends, calls = launches
+    assert attends
+    assert {call.constants["WHOLE"] for call in calls} == {expected}
+
+
 @dataclass
 class OnGpu:
     """Stands for a tensor on a GPU; notes which streams read it."""

@@ -129,6 +129,7 @@ def test_kernels_over_block_lists(kernel):
 # Head size, writes the result or parts, query heads per key head, parts to be added, float32 results (of a ring's ranks).
 # A compilation takes up to 20 seconds: each row of the table once, and each variant in one of them.
 HOPPER_CASES = [[24, True, 2, 8, True], [48, False, 1, 0], [64, True, 1, 8], [80, False, 2, 8], [128, True, 1, 8]]
+WHOLE_CASES = [[64, True, 1, 0, False, False, True], [128, True, 1, 0, False, False, True]]  # one descriptor of each tensor
 # Tensor core instructions for a block, 16 elements of the contraction each. Head size 48 is 32 and 16 columns, 80 is 64 and
 # 16: 3 or 5 instructions for scores, not 4 or 8, and two narrow ones where results have that many columns.
 PRODUCTS = {
@@ -159,6 +160,13 @@ def test_hopper_kernels(kernel, head_dim):
         assert used["memory_order"].count("W") == (2 * passes(kernel) if case[3] > 0 else 0)
 
 
+def test_hopper_forward_with_one_descriptor_of_each_tensor():
+    for case, used in zip(WHOLE_CASES, compiled([["hopper forward", *case] for case in WHOLE_CASES]), strict=True):
+        check_hopper("forward", used, descriptors=3)
+        assert used["thread_loops"] == 0
+        assert {x["products"] for x in used["loops"]} == {PRODUCTS["forward"][case[0]]}
+
+
 def test_hopper_kernel_of_all_gradients():
     cases = [48, False, 2, 0], [64, True, 1, 32]
     for case, used in zip(cases, compiled([["hopper joint", *case] for case in cases]), strict=True):
@@ -181,9 +189,10 @@ def passes(kernel):
     return 2 if kernel == "forward" else 1
 
 
-def check_hopper(kernel, used, single_results=False, groups=2):
+def check_hopper(kernel, used, single_results=False, groups=2, descriptors=None):
     # Two places of 128 bytes for each descriptor: compilers like to merge them.
-    assert used["scratch_bytes"] == {"forward": 12, "dq": 8, "dkv": 10, "joint": 11}[kernel] * 128
+    descriptors = descriptors or {"forward": 12, "dq": 8, "dkv": 10, "joint": 11}[kernel]
+    assert used["scratch_bytes"] == descriptors * 128
     assert used["tensor_cores"]
     assert used["tensor_copies"]
     assert used["shared_bytes"] <= SHARED_LIMIT

@@ -179,6 +179,7 @@ def hopper_usage(
     parts=hopper_run.LEAST_PARTIALS,
     single_results=False,
     running=False,
+    whole=False,
     *,
     capability,
 ):
@@ -198,6 +199,8 @@ def hopper_usage(
         constants["OVERLAP"] = config.overlap
     if kernel == "joint":
         constants["SCALED"] = running
+    if kernel == "forward":
+        constants["WHOLE"] = whole
     options = {"num_warps": 4, "maxnreg": persistent.constants(config, head_dim)["maxnreg"]}
     single = RESULTS if single_results else ()
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options, single, capability=capability)

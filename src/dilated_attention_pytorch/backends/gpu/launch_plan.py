@@ -22,6 +22,7 @@ The tiles of a ``RunningProblem`` have another layout, without a tree: see ``_Ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -59,6 +60,7 @@ class Launch:
     children: int  # the most partial results that are added to a result; 0 if none are, else every family has some
     begins_share: bool  # it overwrites what the launch before may read
     running: bool = False  # it adds the partial results of its tiles to what the result holds
+    common_rows: int = 0  # divides the rows of all tiles; 1 if some are not consecutive
     order: Tensor = _NONE  # (items,) int64 or empty: the items in the order in which persistent programs take them
 
 
@@ -261,13 +263,14 @@ class _Builder:
         )  # fmt: skip
 
     def _launch(self, share: list[BatchSlice], bundles: list[int], attends: bool) -> Launch:
-        rows, programs = [], 0
+        rows, programs, common_rows = [], 0, 0
         for bundle, batch_slice in product(bundles, share):
             families = [_whole(self.plans[batch_slice.sequence][1], self.problem.key_heads)]
             if attends:
                 families = self.tree.bundles[bundle].get(batch_slice.sequence, [])
             for f in (of_heads(family, batch_slice.key_heads) for family in families):
                 if f.key_heads:
+                    common_rows = math.gcd(common_rows, f.q_rows, f.k_rows) if f.row_stride == 1 else 1
                     rows.append((programs, *self._row(f, batch_slice, bundle)))
                     blocks = -(-(f.k_rows if self.by_keys else f.q_rows) // (self.block if attends else SUM_ROWS))
                     heads = self.heads_per_key * len(f.key_heads)
@@ -275,7 +278,10 @@ class _Builder:
         children = [len(self.tree.children[bundle]) for bundle in bundles]
         assert all(children) or not any(children), "all bundles of a launch have children, or none has"
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(FAMILY_COLUMNS))
-        return Launch(table, programs, attends, bundles == [self.tree.root], max(children, default=0), False)
+        return Launch(
+            table, programs, attends, bundles == [self.tree.root], max(children, default=0), False,
+            common_rows=common_rows,
+        )  # fmt: skip
 
     def _launches(self, separate: bool) -> list[Launch]:
         tree, levels = self.tree, self.tree.levels()

@@ -10,6 +10,7 @@ from dilated_attention_pytorch.backends.gpu.running import RunningProblem
 from dilated_attention_pytorch.plan.problem import Problem
 
 ITEM_ROWS = 128  # that a program computes at once: 64 by each of its two groups of four warps
+MOST_LINES = 2**30  # rows of all samples of a tensor that one descriptor serves: coordinates have 31 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class HopperConfig:
     stages: int
     held: int  # of the operands that stay for a whole item, this many are in registers, the others in shared memory
     overlap: bool = False  # dk/dv: compute scores while the block before is still being added up
+    # Forward: tiles of whole blocks are loaded through one descriptor of each tensor, if they have at most this many rows.
+    whole_rows: int = 0
     helpers: int = 0  # groups of four warps beside the two that compute 64 rows each
 
 
@@ -35,17 +38,18 @@ class HopperConfigs:
 
 # By the head size, up to this one. benchmarks/results/h200_tune_hopper.json has candidates at 64 and 128, measured with
 # early kernels. At the power limit the choice of operands in registers was measured again, also at 96
-# (docs/kernels_history.md, "Hopper forward" and "Hopper backward", version 9).
+# (docs/kernels_history.md, "Hopper forward" and "Hopper backward", version 9). Full tiles of 2,048 rows and more are slower
+# with one descriptor of each tensor at 64 (the same page, "Hopper forward", ``whole_descriptor``).
 TABLE = {
     32: HopperConfigs(HopperConfig(128, 6, 1), HopperConfig(64, 8, 2), HopperConfig(64, 8, 2, overlap=True)),
     64: HopperConfigs(
-        HopperConfig(128, 6, 1),
+        HopperConfig(128, 6, 1, whole_rows=1024),
         HopperConfig(64, 8, 2),
         HopperConfig(64, 8, 2, overlap=True),
         HopperConfig(64, 4, 2, helpers=1),
     ),
     96: HopperConfigs(HopperConfig(128, 3, 0), HopperConfig(64, 5, 1), HopperConfig(64, 4, 1)),
-    128: HopperConfigs(HopperConfig(128, 3, 0), HopperConfig(64, 5, 1), HopperConfig(64, 4, 0)),
+    128: HopperConfigs(HopperConfig(128, 3, 0, whole_rows=2**40), HopperConfig(64, 5, 1), HopperConfig(64, 4, 0)),
 }
 _BY_HEAD_DIM = {d: next(TABLE[size] for size in TABLE if size >= d) for d in range(1, max(TABLE) + 1)}
 

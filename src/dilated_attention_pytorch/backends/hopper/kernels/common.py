@@ -4,7 +4,8 @@ A program is persistent. It stays on its multiprocessor and takes every ``num_pr
 launch table, in an order that gives all programs about as many rows; in joint.py it takes the next item that no program has taken. One producer warp loads rows of a tile into shared
 memory. Two warp groups of four warps compute 64 rows of the item each. The tensor memory accelerator loads rows through
 descriptors, which the producer makes for each tile: a base, a number of rows, a stride. So every rate, offset and ragged end
-is served, and rows behind the end are 0.
+is served, and rows behind the end are 0. Making them takes as long as an item of one block. So where the tiles of a launch
+have consecutive rows and whole blocks only, the forward makes one descriptor for each tensor (``whole_descriptor``).
 
 The accelerator reads a descriptor from global memory when it loads. So each descriptor has two slots, for even and odd items.
 A barrier says when an item is done and its slot may be written again.
@@ -41,7 +42,7 @@ from dilated_attention_pytorch.backends.gpu.kernels.primitives import (
     part_facts,
     part_places,
 )
-from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS
+from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, MOST_LINES
 
 
 @builtin
@@ -63,6 +64,7 @@ FACTS = gl.constexpr(14)
 FIRST, Q_ROWS, K_ROWS, CAUSAL, ZERO_KEYS, PLACE, LSE_PLACE, POSITION, STRIDE, CHILDREN = map(gl.constexpr, range(10))
 Q_AT, K_AT, V_AT, K_STRIDE = map(gl.constexpr, range(10, 14))
 PART_FACTS = gl.constexpr(7)
+DESCRIPTOR_LINES = gl.constexpr(MOST_LINES)
 
 
 @gluon.jit
@@ -168,10 +170,25 @@ def row_descriptor(pointer, rows, step, D: gl.constexpr, BLOCK: gl.constexpr, BL
 
 
 @gluon.jit
-def load_rows(desc, first, full, smem, index):
+def whole_descriptor(BASE, stride, D: gl.constexpr, BLOCK: gl.constexpr, BLOCK_D: gl.constexpr):
+    """All rows of a tensor, with the columns of all heads, for blocks that are wholly inside of their tiles."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK_D], BASE.dtype.element_ty)
+    gl.static_assert(D == BLOCK_D, "columns behind the head size would be those of the next head")
+    return tma.make_tensor_descriptor(BASE, [DESCRIPTOR_LINES, stride], [stride.to(gl.int64), 1], [BLOCK, BLOCK_D], layout)
+
+
+@gluon.jit
+def line_and_column(strides, sample, start, head):
+    """Where a row of a head is under ``whole_descriptor``: the line, and above 32 bits the column."""
+    line = sample * (strides[0] // strides[1]).to(gl.int32) + start
+    return line.to(gl.int64) + (head.to(gl.int64) * strides[2] << 32)
+
+
+@gluon.jit
+def load_rows(desc, first, full, smem, index, column=0):
     """Start to load a block of rows; the barrier ``full`` completes when it is loaded."""
     mbarrier.expect(full.index(index), desc.block_type.nbytes)
-    tma_load(desc, [first, 0], full.index(index), smem.index(index))
+    tma_load(desc, [first, column], full.index(index), smem.index(index))
 
 
 @gluon.jit
@@ -191,17 +208,22 @@ def copy_statistics(statistics, first, rows, stride, lse_smem, delta_smem, full,
 
 
 @gluon.jit
-def load_keys(k_desc, v_desc, blocks, counter, smem, bars, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """Load keys and values, block by block as buffers become free. Returns the number of blocks so far."""
+def load_keys(
+    k_desc, v_desc, blocks, counter, smem, bars, k_at, v_at, BLOCK_N: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Load keys and values, block by block as buffers become free. Returns the number of blocks so far.
+
+    ``k_at`` and ``v_at`` are the line and the column where the first block begins.
+    """
     k_smem, v_smem = smem
     k_full, k_empty, v_full, v_empty = bars
     for block in range(blocks):
         stage = counter % STAGES
         phase = counter // STAGES & 1
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        load_rows(k_desc, block * BLOCK_N, k_full, k_smem, stage)
+        load_rows(k_desc, k_at[0] + block * BLOCK_N, k_full, k_smem, stage, k_at[1])
         mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        load_rows(v_desc, block * BLOCK_N, v_full, v_smem, stage)
+        load_rows(v_desc, v_at[0] + block * BLOCK_N, v_full, v_smem, stage, v_at[1])
         counter += 1
     return counter
 

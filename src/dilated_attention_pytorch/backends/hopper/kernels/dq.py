@@ -90,7 +90,7 @@ def _load_dq_item(
             rows_full.index(which),
             64,
         )
-    return load_keys(k_desc, v_desc, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES)
+    return load_keys(k_desc, v_desc, blocks, counter, (k_smem, v_smem), bars[2:6], (0, 0), (0, 0), BLOCK_N, STAGES)
 
 
 @gluon.jit

@@ -42,6 +42,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import (
     leave,
     leave_parts,
     let_next_begin,
+    line_and_column,
     load_keys,
     load_part,
     load_rows,
@@ -53,6 +54,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import (
     store_part,
     store_rows,
     wait_for_last_launch,
+    whole_descriptor,
 )
 from dilated_attention_pytorch.backends.hopper.kernels.products import wait_sums, whole_rows
 from dilated_attention_pytorch.backends.hopper.kernels.softmax import (
@@ -67,25 +69,45 @@ from dilated_attention_pytorch.backends.hopper.kernels.softmax import (
 
 @gluon.jit
 def _load_item(
-    q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    descs, places, blocks, number, counter, smem, bars, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load the query rows of both warp groups, then keys and values, block by block as buffers become free."""
     q_smem, k_smem, v_smem = smem
     q_full, q_empty = bars[:2]
-    q_desc = row_descriptor(q_at, q_rows, steps[0], D, 64, BLOCK_D)
-    k_desc = row_descriptor(k_at, k_rows, steps[1], D, BLOCK_N, BLOCK_D)
-    v_desc = row_descriptor(v_at, k_rows, steps[2], D, BLOCK_N, BLOCK_D)
+    q_at, k_at, v_at = places
     for i in gl.static_range(GROUPS):
         mbarrier.wait(q_empty.index(i), number & 1 ^ 1)
-        load_rows(q_desc, first + i * 64, q_full, q_smem, i)
-    return load_keys(k_desc, v_desc, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES)
+        load_rows(descs[0], q_at[0] + i * 64, q_full, q_smem, i, q_at[1])
+    return load_keys(descs[1], descs[2], blocks, counter, (k_smem, v_smem), bars[2:6], k_at, v_at, BLOCK_N, STAGES)
+
+
+@gluon.jit
+def _load_tile(
+    q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The same through descriptors of the tile."""
+    descs = (
+        row_descriptor(q_at, q_rows, steps[0], D, 64, BLOCK_D),
+        row_descriptor(k_at, k_rows, steps[1], D, BLOCK_N, BLOCK_D),
+        row_descriptor(v_at, k_rows, steps[2], D, BLOCK_N, BLOCK_D),
+    )
+    return _load_item(
+        descs, ((first, 0), (0, 0), (0, 0)), blocks, number, counter, smem, bars, BLOCK_N, STAGES
+    )  # fmt: skip
+
+
+@gluon.jit
+def _place(facts, slot, which: gl.constexpr):
+    """The line and the column that ``line_and_column`` has found."""
+    at = known(facts, slot, which, 1)
+    return (at & 0xFFFFFFFF).to(gl.int32), (at >> 32).to(gl.int32)
 
 
 @gluon.jit
 def _look_ahead_pass(
     number, tables, families, items, group, sizes, q_strides, k_strides, v_strides, facts, bars,
-    FINAL: gl.constexpr, PARTS: gl.constexpr,
+    FINAL: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     N, H, G, parts = sizes
     facts_full, done = bars[6], bars[7]
@@ -112,9 +134,14 @@ def _look_ahead_pass(
         leave(facts, slot, ZERO_KEYS, zero_keys)
         leave(facts, slot, PLACE, place)
         leave(facts, slot, LSE_PLACE, lse_place)
-        leave(facts, slot, Q_AT, element(q_strides, sample, starts[0], heads[0]))
-        leave(facts, slot, K_AT, element(k_strides, sample, starts[1], heads[1]))
-        leave(facts, slot, V_AT, element(v_strides, sample, starts[1], heads[1]))
+        if WHOLE:
+            leave(facts, slot, Q_AT, line_and_column(q_strides, sample, starts[0], heads[0]))
+            leave(facts, slot, K_AT, line_and_column(k_strides, sample, starts[1], heads[1]))
+            leave(facts, slot, V_AT, line_and_column(v_strides, sample, starts[1], heads[1]))
+        else:
+            leave(facts, slot, Q_AT, element(q_strides, sample, starts[0], heads[0]))
+            leave(facts, slot, K_AT, element(k_strides, sample, starts[1], heads[1]))
+            leave(facts, slot, V_AT, element(v_strides, sample, starts[1], heads[1]))
         if PARTS > 0:
             leave_parts(facts, slot, row, starts[0], first, strides[0], found)
         mbarrier.arrive(facts_full.index(slot), count=1)
@@ -125,24 +152,24 @@ def _look_ahead_pass(
 @gluon.jit
 def _look_ahead(
     tables, families, items, group, sizes, q_strides, k_strides, v_strides, facts, bars, flags,
-    FINAL: gl.constexpr, PARTS: gl.constexpr, ONLINE: gl.constexpr,
+    FINAL: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr, ONLINE: gl.constexpr,
 ):  # fmt: skip
     """Find items and write their facts. A further warp does this, so that the producer does not wait for it."""
     let_next_begin()
     number = _look_ahead_pass(
-        items * 0, tables, families, items, group, sizes, q_strides, k_strides, v_strides, facts, bars, FINAL, PARTS
+        items * 0, tables, families, items, group, sizes, q_strides, k_strides, v_strides, facts, bars, FINAL, PARTS, WHOLE
     )
     if not ONLINE:
         _look_ahead_pass(
             number, tables, families, again(items, flags, 1), group, sizes, q_strides, k_strides, v_strides, facts, bars,
-            FINAL, PARTS,
+            FINAL, PARTS, WHOLE,
         )  # fmt: skip
 
 
 @gluon.jit
 def _produce_pass(
-    number, counter, tensors, items, row_strides, smem, facts, bars,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    number, counter, tensors, descs, items, row_strides, smem, facts, bars,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     Q, K, V = tensors
     facts_full = bars[6]
@@ -155,38 +182,56 @@ def _produce_pass(
         causal = known(facts, slot, CAUSAL, 1) != 0
         stride = known(facts, slot, STRIDE, 1)
         k_stride = known(facts, slot, K_STRIDE, 1)
-        q_at = Q + known(facts, slot, Q_AT, 1)
-        k_at = K + known(facts, slot, K_AT, 1)
-        v_at = V + known(facts, slot, V_AT, 1)
         blocks, _ = key_blocks(first, k_rows, causal, BLOCK_N)
-        steps = stride * row_strides[0], k_stride * row_strides[1], k_stride * row_strides[2]
-        if slot == 0:
-            counter = _load_item(
-                q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
-                D, BLOCK_D, BLOCK_N, STAGES,
-            )  # fmt: skip
+        if WHOLE:
+            q_line, q_column = _place(facts, slot, Q_AT)
+            places = (q_line + first, q_column), _place(facts, slot, K_AT), _place(facts, slot, V_AT)
+            counter = _load_item(descs, places, blocks, number, counter, smem, bars, BLOCK_N, STAGES)
         else:
-            counter = _load_item(
-                q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
-                D, BLOCK_D, BLOCK_N, STAGES,
-            )  # fmt: skip
+            q_at = Q + known(facts, slot, Q_AT, 1)
+            k_at = K + known(facts, slot, K_AT, 1)
+            v_at = V + known(facts, slot, V_AT, 1)
+            steps = stride * row_strides[0], k_stride * row_strides[1], k_stride * row_strides[2]
+            if slot == 0:
+                counter = _load_tile(
+                    q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
+                    D, BLOCK_D, BLOCK_N, STAGES,
+                )  # fmt: skip
+            else:
+                counter = _load_tile(
+                    q_at, k_at, v_at, steps, first, q_rows, k_rows, blocks, number, counter, smem, bars,
+                    D, BLOCK_D, BLOCK_N, STAGES,
+                )  # fmt: skip
         number += 1
     return number, counter
 
 
 @gluon.jit
+def _whole_descriptors(tensors, strides, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr):
+    """One descriptor for each tensor, for a launch whose tiles have consecutive rows."""
+    return (
+        whole_descriptor(tensors[0], strides[0], D, 64, BLOCK_D),
+        whole_descriptor(tensors[1], strides[1], D, BLOCK_N, BLOCK_D),
+        whole_descriptor(tensors[2], strides[2], D, BLOCK_N, BLOCK_D),
+    )
+
+
+@gluon.jit
 def _produce(
     tensors, items, row_strides, smem, facts, bars, flags,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ONLINE: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
+    ONLINE: gl.constexpr,
 ):  # fmt: skip
+    descs = _whole_descriptors(tensors, row_strides, D, BLOCK_D, BLOCK_N) if WHOLE else ()
     # Items and blocks of keys so far.
     number, counter = _produce_pass(
-        items * 0, items * 0, tensors, items, row_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES
+        items * 0, items * 0, tensors, descs, items, row_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES, WHOLE
     )
     if not ONLINE:
         _produce_pass(
-            number, counter, tensors, again(items, flags, 1), row_strides, smem, facts, bars, D, BLOCK_D, BLOCK_N, STAGES
-        )
+            number, counter, tensors, descs, again(items, flags, 1), row_strides, smem, facts, bars,
+            D, BLOCK_D, BLOCK_N, STAGES, WHOLE,
+        )  # fmt: skip
     end_together()
 
 
@@ -316,6 +361,7 @@ def forward_kernel(
     FINAL: gl.constexpr,  # write OUT, else partial results
     HELD: gl.constexpr,  # q stays in registers
     PARTS: gl.constexpr,  # at most so many partial results are added to each result, a power of 2; or none
+    WHOLE: gl.constexpr,  # tiles have consecutive rows and whole blocks only: one descriptor serves each tensor
 ):  # fmt: skip
     """Attention of the items of a table: blocks of 128 query rows over all keys of their tiles."""
     dtype: gl.constexpr = Q.dtype.element_ty
@@ -349,6 +395,6 @@ def forward_kernel(
     gl.warp_specialize([
         (_compute, (gl.constexpr(0), results, items, H, scale_log2, smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, ONLINE)),
         (_compute, (gl.constexpr(1), results, items, H, scale_log2, smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, ONLINE)),
-        (_produce, ((Q, K, V), items, (q_stride_n, k_stride_n, v_stride_n), smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, ONLINE)),
-        (_look_ahead, (tables, families, items, group, sizes, strides[0], strides[1], strides[2], facts, bars, flags, FINAL, PARTS, ONLINE)),
+        (_produce, ((Q, K, V), items, (q_stride_n, k_stride_n, v_stride_n), smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, WHOLE, ONLINE)),
+        (_look_ahead, (tables, families, items, group, sizes, strides[0], strides[1], strides[2], facts, bars, flags, FINAL, PARTS, WHOLE, ONLINE)),
     ], [4, 1, 1], [232, 40, 40])  # fmt: skip
