@@ -117,14 +117,15 @@ def test_the_pattern_is_saved_and_the_name_is_not(tmp_path):
     expected = run(model, x)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="dilated", **options)
     assert pattern_of(again.config) == Dilated(SEGMENTS, RATES, [1, 0])
-    assert_layers_close(run(again, x), expected, 0.0)
+    # Not the same bits: the rounding of products on a CPU may depend on the addresses of weights.
+    assert_layers_close(run(again, x), expected)
     dense = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
     assert dense.config._attn_implementation == "sdpa"
     assert error(run(dense, x), expected) > 0.01
     dense.set_attn_implementation("dilated")  # what was loaded without the name
-    assert_layers_close(run(dense, x), expected, 0.0)
+    assert_layers_close(run(dense, x), expected)
     base = AutoModel.from_pretrained(tmp_path, attn_implementation="dilated", **options)
-    assert_layers_close(run(base, x), expected, 0.0)
+    assert_layers_close(run(base, x), expected)
 
 
 def test_remove_restores_a_model(tmp_path):

@@ -12,6 +12,7 @@ import block_oracle
 from block_cases import KINDS, SIZE, assert_same, config, random_inputs, table_of, with_grads
 from dilated_attention_pytorch import BlockSparse, attention, attention_weights
 from dilated_attention_pytorch.execute import listed, loop
+from dilated_attention_pytorch.plan import adaptive as choice
 from dilated_attention_pytorch.plan import lists as plan_lists
 
 BACKENDS = ["reference", "sdpa", "eager"]
@@ -52,6 +53,20 @@ def test_adaptive_takes_the_earlier_of_equals_and_its_own():
     q = torch.zeros(1, 6 * SIZE, 1, 4)
     weights = attention_weights(q, q, BlockSparse.from_config(config("adaptive")), [5 * SIZE])
     assert (weights[0, 0, 0].view(6, SIZE).sum(1) > 0).tolist() == [True, True, False, False, False, True]
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_adaptive_scores_are_not_rounded(size):
+    """Products of ones with the same numbers in another order are equal, in whatever order a matrix product adds them."""
+    numbers = torch.randn(257) * size
+    q, k = torch.ones(1, SIZE, 1, 257), torch.zeros(1, 64 * SIZE, 1, 257)
+    k[0, ::SIZE, 0] = torch.stack([numbers[torch.randperm(257)] for _ in range(64)])
+    rows = config("adaptive", 0.25).rows(63, 64, False)
+    for scale in (1.0, -1.0):
+        assert choice.adaptive(q, k, rows, 63, SIZE, scale, 16).tolist() == [[[[*range(15), 63]]]]
+    q[..., 3], k[..., 3] = torch.inf, 0.0
+    k[:, 40 * SIZE : 50 * SIZE, :, 3] = size  # other products are NaN
+    assert choice.adaptive(q, k, rows, 63, SIZE, 1.0, 16).tolist() == [[[[*range(5), *range(40, 50), 63]]]]
 
 
 @pytest.mark.parametrize("causal", [False, True])

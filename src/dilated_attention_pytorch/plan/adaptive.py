@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from dilated_attention_pytorch.dtypes import accumulate_dtype
 from dilated_attention_pytorch.patterns.rules import Rows
 
-# The most scores of pairs of blocks that exist at a time. They need about 24 bytes each, with the memory of the sort.
+# The most scores of pairs of blocks that exist at a time. They need about 28 bytes each, with the memory of the sort.
 _MAX_SCORES = 2**20
 
 
@@ -38,19 +39,26 @@ def best_blocks(q: Tensor, k: Tensor, rows: Rows, scale: float, width: int) -> T
 
     The rows see no other blocks than these. A limited number of scores exists at a time. Only few key means are copied for
     each query head. If there are more, the query heads of a key head take turns.
+
+    The score of a pair has the same bits whatever else is computed with it, so ranks choose what one device chooses.
     """
-    (batch, heads, count, d), n, dtype, device = q.shape, k.shape[2], q.dtype, q.device
+    (batch, heads, count, d), n, device = q.shape, k.shape[2], q.device
     k = k.repeat_interleave(heads // k.shape[1], 1) if batch * heads * n * d <= _MAX_SCORES else k
     key_heads = k.shape[1]
     pairs, per_key = batch * key_heads, heads // key_heads  # pairs of samples and key heads
-    queries, keys = q.view(batch, key_heads, per_key, count, d), k.flatten(0, 1).transpose(1, 2)
+    queries, keys = q.view(batch, key_heads, per_key, count, d), k.flatten(0, 1)
     j, most = torch.arange(n, device=device), min(width, n)
-    low, high = torch.finfo(dtype).min, torch.finfo(dtype).max
+    low, high = torch.finfo(torch.float64).min, torch.finfo(torch.float64).max
     chosen = torch.full((pairs, per_key, count, width), rows.blocks, dtype=torch.int32, device=device)
-    for h in range(per_key):
-        of_pairs = queries[:, :, h].flatten(0, 1)
-        for at, own in _limited(pairs, count, n):
-            score = torch.bmm(of_pairs[at, own], keys[at]).mul_(scale).nan_to_num_(nan=low, posinf=high, neginf=low)
+    # A block of pairs and rows has at most ``_MAX_SCORES`` scores and numbers of keys, unless one row or pair has more.
+    most_rows = max(1, min(count, _MAX_SCORES // max(1, n)))
+    most_pairs = max(1, _MAX_SCORES // max(1, most_rows * n, n * d))
+    for at in _slices(pairs, most_pairs):
+        key_integers, key_units = _fixed_point(keys[at])
+        for h, own in product(range(per_key), _slices(count, most_rows)):
+            integers, units = _fixed_point(queries[:, :, h].flatten(0, 1)[at, own])
+            score = torch.bmm(integers, key_integers.mT).mul_(units * scale).mul_(key_units.mT)
+            score.nan_to_num_(nan=low, posinf=high, neginf=low)
             score.masked_fill_(j == rows.i[own, None], torch.inf).masked_fill_(j >= rows.visible[own, None], -torch.inf)
             best = score.sort(dim=-1, descending=True, stable=True).indices[..., :most]
             best = best.masked_fill(j[:most] >= rows.budget[own, None], rows.blocks)
@@ -58,13 +66,20 @@ def best_blocks(q: Tensor, k: Tensor, rows: Rows, scale: float, width: int) -> T
     return chosen.view(batch, heads, count, width)
 
 
-def _limited(pairs: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of pairs and of rows. Each has at most ``_MAX_SCORES`` scores, unless a single row has more."""
-    most_rows = max(1, min(rows, _MAX_SCORES // max(1, columns)))
-    most_pairs = max(1, _MAX_SCORES // max(1, most_rows * columns))
-    for pair in range(0, pairs, most_pairs):
-        for row in range(0, rows, most_rows):
-            yield slice(pair, pair + most_pairs), slice(row, row + most_rows)
+def _slices(stop: int, step: int) -> Iterator[slice]:
+    return (slice(start, start + step) for start in range(0, stop, step))
+
+
+def _fixed_point(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors (..., D) as integers, and the unit of each vector, which is 2**-22 of its largest element or less at D = 512.
+
+    The integers have so few bits that sums of products of two vectors are exact in float64. So these do not depend on the
+    order in which a matrix product adds, which differs between shapes, devices and addresses.
+    """
+    bits = (53 - math.ceil(math.log2(x.shape[-1]))) // 2
+    largest = x.abs().nan_to_num_(nan=0.0, posinf=0.0).amax(-1, keepdim=True).double().clamp_(min=1e-300)
+    units = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - bits)
+    return x.double().div_(units).round_(), units
 
 
 def block_means(x: Tensor, skipped: int, block_size: int, dtype: torch.dtype) -> Tensor:
