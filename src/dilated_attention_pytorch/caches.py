@@ -39,6 +39,7 @@ CACHES = (
     Cache("backends.gpu.launch_plan", "_running_plan", "launch tables of messages, and of pairs of a rank's chunks"),
     Cache("backends.gpu.block_tables", "_tables", "block tables on a device"),
     Cache("backends.gpu.block_tables", "_running_tables", "block tables of messages, and of a rank's own chunks"),
+    Cache("backends.gpu.slots", "kept_slots", "sorted rows of causal calls by order, four problems each"),
     Cache("backends.gpu.launch", "launch_cache", "launches without tables, by kernel and arguments"),
     Cache("backends.hopper.configs", "_extent", "pairs and rows of a problem, by which the joint backward is chosen"),
     Cache("backends.gpu.launch", "multiprocessors", "the number of multiprocessors of a device"),

@@ -92,3 +92,43 @@ def test_several_sequences(kind, causal):
     there = [x.detach().to(device).requires_grad_() for x in inputs]
     actual = with_grads(call(order.to(device), "triton"), there, dout.to(device), dlse.to(device))
     assert_same([x.cpu() for x in actual], expected, 2e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 20, 4, 8), (2, 0, 4, 8), (0, 0, 4, 8)])
+def test_empty_batches_and_sequences(shape):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (torch.zeros(shape, device=device, requires_grad=True) for _ in range(3))
+    order = Hilbert.line(shape[1], device=device)
+    out, lse = attention(q, k, v, Dilated([8], [2]), is_causal=True, order=order, backend="triton", return_lse=True)
+    assert out.shape == shape
+    assert lse.shape == (shape[0], 4, shape[1])
+    (out.sum() + lse.sum()).backward()
+    assert q.grad.shape == shape
+
+
+def test_orders_made_in_inference_mode():
+    """Such positions do not count their changes, so their rows are sorted again in each call."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (x.detach().to(device) for x in random_inputs(2, 33, 2, 1, 16, torch.float32))
+    with torch.inference_mode():
+        order = Hilbert.coordinates(torch.rand(2, 33, 2, device=device))
+        out, expected = (
+            attention(q, k, v, Dilated([8, 33], [1, 2]), is_causal=True, order=order, backend=backend)
+            for backend in ("triton", "reference")
+        )
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the memory would be used, not only reserved")
+def test_heads_that_are_far_apart():
+    """The last head begins 2**31 elements behind the first one, as in long sequences with memory (B, H, N, D)."""
+    n, d = 16, 16
+    memory = torch.empty(2**31 + n * d, dtype=torch.float16, device="cpu")
+    q = memory.as_strided((1, n, 3, d), (0, d, 2**30, 1)).copy_(torch.randn(1, n, 3, d))
+    k, v = torch.randn(2, 1, n, 3, d).half().unbind(0)
+    order = random_order(n, 0)
+    out, expected = (
+        attention(q, k, v, Dilated([8], [1]), is_causal=True, order=order, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    torch.testing.assert_close(out, expected, rtol=0, atol=4e-3)

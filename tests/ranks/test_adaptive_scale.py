@@ -158,7 +158,10 @@ def check_fuzz(group, seeds: list[int]) -> None:
     for seed in seeds:
         case = AdaptiveCase.of(seed, dist.get_world_size(group))
         try:
-            check_attention(group, case, seed)
+            with pytest.MonkeyPatch.context() as patch:
+                if seed % 2:  # as with many blocks: scores of few pairs and rows at a time
+                    patch.setattr(choice, "_MAX_SCORES", 100)
+                check_attention(group, case, seed)
             check_means(group, case, seed)
         except BaseException as error:
             error.add_note(f"seed {seed}: {case}")
@@ -237,11 +240,11 @@ def meta_inputs(rows: int, problem: Problem, head_dim: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize(
     ("layout", "is_causal", "rank", "limit"),
-    [("contiguous", False, 0, 245e6), ("contiguous", True, 255, 130e6), ("zigzag", True, 511, 125e6)],
+    [("contiguous", False, 0, 225e6), ("contiguous", True, 255, 127e6), ("zigzag", True, 511, 114e6)],
 )
 def test_4_million_tokens_on_512_ranks(layout, is_causal, rank, limit):
-    """The sums of all blocks would be 671 MB, and their means and copies 2,188 MB. The choice itself has 104 MB, of
-    which the key means of one head in float64 are 34 MB."""
+    """The sums of all blocks would be 671 MB, and their means and copies 2,188 MB. In the first case the choice
+    has 87 MB beside the means that it holds, of which the key means of one head in float64 are 34 MB."""
     n, world = 2**22, 512
     problem = Problem(BlockRule(128, SparsePatternConfig("adaptive", 0.1)), is_causal, 1, n, n, 32, 8)
     shards, wire = Shards.even(n, world, layout), RecordingWire(rank, world)

@@ -69,6 +69,17 @@ def test_adaptive_scores_are_not_rounded(size):
     assert choice.adaptive(q, k, rows, 63, SIZE, 1.0, 16).tolist() == [[[[*range(5), *range(40, 50), 63]]]]
 
 
+def test_adaptive_does_not_change_the_means(monkeypatch):
+    """A rank chooses for each of its chunks by the same means, which are not copied if there are many."""
+    monkeypatch.setattr(choice, "_MAX_SCORES", 100)
+    q, k = torch.randn(2, 4, 9, 5, dtype=torch.float64), torch.randn(2, 2, 9, 5, dtype=torch.float64)
+    copies, rows = (q.clone(), k.clone()), config("adaptive", 0.25).rows(0, 9, False)
+    first = choice.best_blocks(q, k, rows, 0.5, 3)
+    assert torch.equal(q, copies[0])
+    assert torch.equal(k, copies[1])
+    assert torch.equal(choice.best_blocks(q, k, rows, 0.5, 3), first)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [None, 4])
 def test_masks(heads, causal):

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dilated_attention_pytorch import Dilated
+from dilated_attention_pytorch import Dilated, clear_caches
 from dilated_attention_pytorch.backends.gpu import slots
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.values import RowOrder
@@ -118,3 +118,20 @@ def test_lists_live_as_long_as_the_positions():
     del found, positions
     gc.collect()
     assert lists() is None
+
+
+def test_an_order_keeps_the_lists_of_its_last_problems():
+    positions, held = torch.randperm(N), len(slots.kept_slots)
+    order = RowOrder(positions, True)
+    problems = [Problem(PATTERNS[0], True, batch, N, N, HEADS, KEY_HEADS) for batch in range(1, 7)]
+    first, *_, last = [slots.find_slots(problem, order) for problem in problems]
+    assert len(slots.kept_slots) - held == slots.kept_slots.per_order == 4
+    assert slots.find_slots(problems[-1], order) is last
+    assert slots.find_slots(problems[0], order) is not first
+    for _ in range(3):
+        positions.copy_(positions.flip(0))
+        slots.find_slots(problems[0], order)
+    assert len(slots.kept_slots) - held == 4
+    clear_caches()
+    assert len(slots.kept_slots) == 0
+    assert slots.find_slots(problems[-1], order) is not last

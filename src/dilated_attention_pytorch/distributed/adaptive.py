@@ -1,8 +1,9 @@
 """Adaptive block patterns across ranks: each rank chooses key blocks for its own queries, and asks the others for them.
 
 The choice needs the mean queries of a rank's own blocks and the mean keys of all blocks that its queries may read.
-``means`` has the rules by which they travel. Besides them, a rank holds two messages and a limited number of scores. The
-mean of a block is computed by one rank, in the order of one device, so it has the same bits on all ranks.
+``means`` has the rules by which they travel. Besides them, a rank holds two messages, a limited number of scores, and the
+key means of one head in float64. The mean of a block is computed by one rank, in the order of one device, so it has the
+same bits on all ranks.
 
 Everything up to the choice is computed on the device of the tensors. The host waits once, for the chosen blocks and the
 requests together.

@@ -42,28 +42,36 @@ def best_blocks(q: Tensor, k: Tensor, rows: Rows, scale: float, width: int) -> T
 
     The score of a pair has the same bits whatever else is computed with it, so ranks choose what one device chooses.
     """
-    (batch, heads, count, d), n, device = q.shape, k.shape[2], q.device
+    (batch, heads, count, d), n = q.shape, k.shape[2]
     k = k.repeat_interleave(heads // k.shape[1], 1) if batch * heads * n * d <= _MAX_SCORES else k
     key_heads = k.shape[1]
     pairs, per_key = batch * key_heads, heads // key_heads  # pairs of samples and key heads
-    queries, keys = q.view(batch, key_heads, per_key, count, d), k.flatten(0, 1)
-    j, most = torch.arange(n, device=device), min(width, n)
-    low, high = torch.finfo(torch.float64).min, torch.finfo(torch.float64).max
-    chosen = torch.full((pairs, per_key, count, width), rows.blocks, dtype=torch.int32, device=device)
-    # A block of pairs and rows has at most ``_MAX_SCORES`` scores and numbers of keys, unless one row or pair has more.
+    queries, keys = q.reshape(pairs, per_key, count, d), k.flatten(0, 1)
+    chosen = torch.full((pairs, per_key, count, width), rows.blocks, dtype=torch.int32, device=q.device)
+    # Pairs together have at most ``_MAX_SCORES`` scores and key elements, unless one pair or row has more.
     most_rows = max(1, min(count, _MAX_SCORES // max(1, n)))
     most_pairs = max(1, _MAX_SCORES // max(1, most_rows * n, n * d))
     for at in _slices(pairs, most_pairs):
-        key_integers, key_units = _fixed_point(keys[at])
-        for h, own in product(range(per_key), _slices(count, most_rows)):
-            integers, units = _fixed_point(queries[:, :, h].flatten(0, 1)[at, own])
-            score = torch.bmm(integers, key_integers.mT).mul_(units * scale).mul_(key_units.mT)
-            score.nan_to_num_(nan=low, posinf=high, neginf=low)
-            score.masked_fill_(j == rows.i[own, None], torch.inf).masked_fill_(j >= rows.visible[own, None], -torch.inf)
-            best = score.sort(dim=-1, descending=True, stable=True).indices[..., :most]
-            best = best.masked_fill(j[:most] >= rows.budget[own, None], rows.blocks)
-            chosen[at, h, own, :most] = best.sort(-1).values.to(torch.int32)
+        # A function of its own, so that its key means in float64 do not outlive it.
+        _choose_(chosen[at], queries[at], keys[at], rows, scale, most_rows)
     return chosen.view(batch, heads, count, width)
+
+
+def _choose_(chosen: Tensor, queries: Tensor, keys: Tensor, rows: Rows, scale: float, most_rows: int) -> None:
+    """Write the blocks of all queries of some pairs of samples and key heads."""
+    n, device = keys.shape[1], keys.device
+    j, most = torch.arange(n, device=device), min(chosen.shape[-1], n)
+    low, high = torch.finfo(torch.float64).min, torch.finfo(torch.float64).max
+    key_integers, key_units = _fixed_point(keys)
+    # The unit of a query and the size of the scale are factors of all scores of a row.
+    factors = key_units.mT * math.copysign(float(scale != 0), scale)
+    for h, own in product(range(queries.shape[1]), _slices(queries.shape[2], most_rows)):
+        score = torch.bmm(_fixed_point(queries[:, h, own])[0], key_integers.mT).mul_(factors)
+        score.nan_to_num_(nan=low, posinf=high, neginf=low)
+        score.masked_fill_(j == rows.i[own, None], torch.inf).masked_fill_(j >= rows.visible[own, None], -torch.inf)
+        best = score.sort(dim=-1, descending=True, stable=True).indices[..., :most]
+        best = best.masked_fill(j[:most] >= rows.budget[own, None], rows.blocks)
+        chosen[:, h, own, :most] = best.sort(-1).values.to(torch.int32)
 
 
 def _slices(stop: int, step: int) -> Iterator[slice]:
@@ -71,15 +79,15 @@ def _slices(stop: int, step: int) -> Iterator[slice]:
 
 
 def _fixed_point(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors (..., D) as integers, and the unit of each vector, which is 2**-22 of its largest element or less at D = 512.
+    """Vectors (..., D) as integers of 23 bits (at D = 64 and 128), and the unit of each vector, a power of 2.
 
-    The integers have so few bits that sums of products of two vectors are exact in float64. So these do not depend on the
-    order in which a matrix product adds, which differs between shapes, devices and addresses.
+    The largest element of a vector has this many bits, the others fewer. Sums of products of two vectors are then exact in
+    float64. So they do not depend on the order in which a matrix product adds, which differs between shapes and devices.
     """
     bits = (53 - math.ceil(math.log2(x.shape[-1]))) // 2
     largest = x.abs().nan_to_num_(nan=0.0, posinf=0.0).amax(-1, keepdim=True).double().clamp_(min=1e-300)
-    units = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - bits)
-    return x.double().div_(units).round_(), units
+    units = largest / torch.frexp(largest).mantissa * 2.0**-bits
+    return x.to(torch.float64, copy=True).div_(units).round_(), units
 
 
 def block_means(x: Tensor, skipped: int, block_size: int, dtype: torch.dtype) -> Tensor:

@@ -91,7 +91,8 @@ class TableBackend:
         query, pattern = inputs.query, problem.pattern
         sizes = type(pattern), query.dtype, query.shape[-1], problem.heads_per_key == 1, problem.is_causal
         extras = options.dropout is None, options.order is None, options.detach_mixing
-        kind = (*sizes, *extras, isinstance(pattern, Dilated) and len(pattern.branches) > 1)
+        branches = len(pattern.branches) if isinstance(pattern, Dilated) else 1
+        kind = (*sizes, *extras, min(2, branches) if options.order is None else branches)
         if kind in self._trained or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
         self._trained.add(kind)

@@ -55,20 +55,53 @@ class RowSlots:
         return self.sizes, self.slots, self.owners, self.lists, *own
 
 
-# By the tensor of positions, as long as it lives: an order serves all layers and steps of a model.
-_found: WeakIdKeyDictionary = WeakIdKeyDictionary()
+class _KeptSlots:
+    """Slots by the tensor of positions, as long as it lives: an order serves all layers and steps of a model.
+
+    An order has those of its last problems. Positions that were changed in place have new ones.
+    """
+
+    def __init__(self, per_order: int) -> None:
+        self.per_order = per_order
+        self._of_orders: Any = WeakIdKeyDictionary()  # dicts of (version of the positions, slots) by problem
+
+    def __len__(self) -> int:
+        return sum(len(kept) for kept in self._of_orders.values())
+
+    def find(self, problem: Problem, order: RowOrder) -> RowSlots | None:
+        """The slots of an equal problem."""
+        version, found = self._of_orders.get(order.positions, {}).get((problem, order.moved), (None, None))
+        return found if version == order.positions._version else None
+
+    def keep(self, problem: Problem, order: RowOrder, found: RowSlots) -> None:
+        """Keep slots for later calls."""
+        kept: dict[Any, Any] = self._of_orders.setdefault(order.positions, {})
+        kept.pop((problem, order.moved), None)
+        if len(kept) >= self.per_order:
+            del kept[next(iter(kept))]
+        kept[problem, order.moved] = order.positions._version, found
+
+    def cache_clear(self) -> None:
+        """Forget the slots of all orders."""
+        self._of_orders.clear()
+
+
+kept_slots = _KeptSlots(per_order=4)
 
 
 def find_slots(problem: Problem, order: RowOrder) -> RowSlots:
-    """The slots of a causal problem under an order, made at its first call with these positions."""
-    kept: dict[Any, RowSlots] = _found.setdefault(order.positions, {})  # type: ignore[no-untyped-call]
-    key = problem, order.moved, order.positions._version
-    found = kept.get(key)
+    """The slots of a causal problem under an order, made at its first call with these positions.
+
+    Tensors made under ``torch.inference_mode`` do not count their changes, so each call sorts their rows again.
+    """
+    counted = not order.positions.is_inference()
+    found = kept_slots.find(problem, order) if counted else None
     if found is None:
         found = make_slots(problem, order)
         if order.positions.is_cuda and torch.cuda.is_current_stream_capturing():
             return found  # its memory belongs to the graph
-        kept[key] = found
+        if counted:
+            kept_slots.keep(problem, order, found)
     keep_for_device(found, found.tensors)
     return found
 
@@ -117,7 +150,7 @@ def make_slots(problem: Problem, order: RowOrder) -> RowSlots:
     counts = [own.problem.queries for own in branches]
     before = accumulate((problem.batch * count for count in counts[:-1]), initial=0)
     return RowSlots(
-        tuple(branches), torch.tensor(list(zip(before, counts, strict=True)), device="cpu").to(positions.device),
+        tuple(branches), _on_device(list(zip(before, counts, strict=True)), positions.device),
         torch.stack(slots), torch.stack(owners), torch.stack([own.lists for own in branches]),
     )  # fmt: skip
 
@@ -142,10 +175,11 @@ def _sort(
     slot = inner // w * -(-w // rate) + in_segment - before
     if over_slots.cu_seqlens is not None:
         slot = slot + _on_device((*over_slots.cu_seqlens, slots), slot.device)[number]
-    own_list = torch.full((min(w, rate),), -1, device="cpu")
+    own_list = [-1] * min(w, rate)
     for i, offset in enumerate(offsets):
-        own_list[offset : offset + 1] = i  # nothing if no segment has a row of this offset
-    owner = torch.where(inside, own_list.to(slot.device)[phase], -1)
+        if offset < len(own_list):  # else no segment has a row of this offset
+            own_list[offset] = i
+    owner = torch.where(inside, _on_device(own_list, slot.device)[phase], -1)
 
     targets = torch.where(owner >= 0, owner * slots + slot, len(offsets) * slots)  # the last is for rows that no head has
 
@@ -188,7 +222,8 @@ def _over_slots(problem: Problem, branch: int) -> Problem:
     )  # fmt: skip
 
 
-def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+def _on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    # Pageable memory is staged at once, without waiting for the GPU.
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 

@@ -49,30 +49,30 @@ def _sorted(branch: BranchSlots, x: Tensor) -> Tensor:
 def _sorted_numbers(branch: BranchSlots, x: Tensor) -> Tensor:
     """Numbers of rows, (B, H, N) or (B, H, N, words), in slots."""
     found = x.new_empty((*x.shape[:2], branch.problem.queries, *x.shape[3:]))
-    _move(branch, *(y.view(*y.shape[:3], -1).transpose(1, 2) for y in (x.contiguous(), found)))
+    _move(branch, *(y.view(*y.shape[:3], *(y.shape[3:] or (1,))).transpose(1, 2) for y in (x.contiguous(), found)))
     return found
 
 
 def _move(branch: BranchSlots, x: Tensor, y: Tensor) -> Tensor:
     """Copy rows (B, N, H, D) into slots ``y``."""
     batch, slots, heads, d = y.shape
-    if x.numel():
-        constants = constants_of(d)
-        blocks = -(-slots // constants["BLOCK"])
-        group = heads // branch.lists.shape[0]
-        strides = *x.stride()[:3], *y.stride()[:3], _stride_b(branch.rows, 0)
-        tensors = x, y, branch.rows, branch.lists
-        launch_one(move_kernel, batch * heads * blocks, tensors, (*strides, slots, heads, group, blocks), constants)
+    constants = constants_of(d)
+    blocks = -(-slots // constants["BLOCK"])
+    group = heads // branch.lists.shape[0]
+    strides = *x.stride()[:3], *y.stride()[:3], _stride_b(branch.rows, 0)
+    tensors = x, y, branch.rows, branch.lists
+    launch_one(move_kernel, batch * heads * blocks, tensors, (*strides, slots, heads, group, blocks), constants)
     return y
 
 
 def _empty(found: RowSlots, like: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Memory for rows of all slots, and (B, slots, H, D) of it for each branch. Several branches have float32."""
     batch, _, heads, d = like.shape
-    counts = [batch * branch.problem.queries * heads for branch in found.branches]
+    slots = [branch.problem.queries for branch in found.branches]
+    counts = [batch * each * heads for each in slots]
     dtype = like.dtype if len(counts) == 1 else torch.float32
     memory = torch.empty((sum(counts), d), dtype=dtype, device=like.device)
-    return memory, [x.view(batch, -1, heads, d) for x in torch.split(memory, counts)]
+    return memory, [x.view(batch, each, heads, d) for x, each in zip(torch.split(memory, counts), slots, strict=True)]
 
 
 def _merged(found: RowSlots, parts: Tensor, like: Tensor, parts_lse: Tensor | None = None) -> Results:
@@ -110,10 +110,12 @@ def forward(kernels: _Kernels, problem: Problem, inputs: Inputs, options: Option
     parts, outs = _empty(found, query)
     parts_lse = torch.empty(parts.shape[0], dtype=torch.float32, device=query.device)
     lses = torch.split(parts_lse, [out.shape[:3].numel() for out in outs])
-    for branch, out, lse in zip(found.branches, outs, lses, strict=True):
+    branches = found.branches if query.numel() else ()
+    for branch, out, lse in zip(branches, outs, lses, strict=False):
         results = Results(out, lse.view(out.shape[0], out.shape[2], out.shape[1]))
         own = Inputs(*(_sorted(branch, x) for x in inputs))
         kernels.forward(branch.problem, own, _options(branch, options), results)
+        del own  # before the next branch copies its rows
     return _merged(found, parts, query, parts_lse)
 
 
@@ -123,7 +125,8 @@ def backward(kernels: _Kernels, problem: Problem, inputs: Inputs, saved: Saved, 
     detached = options.detach_mixing and len(found.branches) > 1
     statistics = None if detached else kernels.row_statistics(saved, options)
     parts, by_tensor = zip(*(_empty(found, x) for x in inputs), strict=True)
-    for branch, *grads in zip(found.branches, *by_tensor, strict=True):
+    branches = found.branches if inputs.query.numel() else ()
+    for branch, *grads in zip(branches, *by_tensor, strict=False):
         own, dout = Inputs(*(_sorted(branch, x) for x in inputs)), _sorted(branch, saved.dout)
         own_options = _options(branch, options)
         if statistics is None:
@@ -135,6 +138,7 @@ def backward(kernels: _Kernels, problem: Problem, inputs: Inputs, saved: Saved, 
                 None if shifts is None else _sorted_numbers(branch, shifts),
             )  # fmt: skip
         kernels.gradients(branch.problem, own, dout, in_slots, own_options, Inputs(*grads))
+        del own, dout, in_slots  # before the next branch copies its rows
     return Inputs(*(_merged(found, x, like).out for x, like in zip(parts, inputs, strict=True)))
 
 

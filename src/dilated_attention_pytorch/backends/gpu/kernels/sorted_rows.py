@@ -11,9 +11,12 @@ from dilated_attention_pytorch.backends.gpu.kernels.primitives import LN_2, LOG2
 
 @triton.jit
 def _own_rows(H, blocks, BLOCK: tl.constexpr):
-    """The sample, the head and the rows of a program. Heads of the same rows follow one another."""
+    """The sample, the head and the rows of a program. Heads of the same rows follow one another.
+
+    Sample and head have 64 bits, because they are multiplied by strides.
+    """
     program = tl.program_id(0)
-    head = program % H
+    head = (program % H).to(tl.int64)
     block = program // H % blocks
     sample = (program // H // blocks).to(tl.int64)
     return sample, head, block * BLOCK + tl.arange(0, BLOCK)
