@@ -13,10 +13,11 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
 
 # Triton compiles for a GPU that is not there. Its driver cannot load a kernel, so a launch raises an AttributeError.
-PROGRAM = """
-import json, sys
+DRIVER = """
+import json, re, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
 class Driver:
@@ -25,6 +26,27 @@ class Driver:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 driver.set_active(Driver())
+"""
+# Compilation ends with Triton's own code and takes a tenth of the time. Machine code is tested in test_compiled.py.
+FIRST_STAGE = """
+all_stages = CUDABackend.add_stages
+
+def add_first_stage(self, stages, *rest):
+    all_stages(self, stages, *rest)
+    for name in [name for name in stages if name != "ttir"]:
+        del stages[name]
+    stages["cubin"] = without_machine_code
+
+def without_machine_code(module, metadata):
+    metadata.update(name=re.search(r"tt.func public @(\\w+)", str(module))[1], shared=0)
+    return b""
+
+CUDABackend.add_stages = add_first_stage
+"""
+PROGRAM = (
+    DRIVER
+    + FIRST_STAGE
+    + """
 from dilated_attention_pytorch import BlockSparse, Dilated, Hilbert, operators
 from dilated_attention_pytorch.backends.triton.backend import TRITON
 from dilated_attention_pytorch.call import make_call
@@ -52,6 +74,7 @@ for pattern, options in ((Dilated([64, 256], [1, 2]), {}), (blocks, {}), (Dilate
             steps.append(sorted(compiled))
 print(json.dumps(steps))
 """
+)
 # The same with inputs that need gradients, which say that they are on a GPU.
 TRAINED = (
     PROGRAM.partition("compiled, steps")[0]
@@ -82,7 +105,7 @@ print(json.dumps(steps))
 ).replace("import Saved", "import Inputs, Saved")
 # One kernel of two cannot be compiled. Then the first one is compiled again, with other arguments, and by itself.
 BROKEN = (
-    PROGRAM.partition("from dilated")[0]
+    DRIVER
     + """
 import triton.language as tl
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch, compile_side_by_side, launch
