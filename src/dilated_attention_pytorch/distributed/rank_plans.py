@@ -21,7 +21,7 @@ from dilated_attention_pytorch.distributed.messages import RankPlan, Section, Se
 from dilated_attention_pytorch.distributed.schedules import BlockTransfer, DilatedSchedule, Ranges, Transfer, blocks_of
 from dilated_attention_pytorch.distributed.traffic import Chunks, Holdings, held_spans, is_one_sequence, messages_by_round
 from dilated_attention_pytorch.execute.listed import ListedTiles, PlacedDropout
-from dilated_attention_pytorch.execute.strided import StridedTiles, packed_views
+from dilated_attention_pytorch.execute.strided import CallRows, StridedTiles, packed_rows
 from dilated_attention_pytorch.patterns.lists import BlockLists
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.tiles import Plan, compile_plan
@@ -75,9 +75,16 @@ class DilatedSection(Section):
         plan: Plan = self._known["packing"]
         return plan
 
+    def _copied_rows(self) -> tuple[tuple[CallRows, CallRows], ...]:
+        if "rows" not in self._known:
+            samples, _, _ = self.shape
+            self._known["rows"] = tuple(packed_rows(self.packing(), samples))
+        rows: tuple[tuple[CallRows, CallRows], ...] = self._known["rows"]
+        return rows
+
     def _views(self, x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        rows = self.sequence.rows(self.transfer.source, self.transfer.positions)
-        return packed_views(self.packing(), x[self.sequence.samples, rows], packed)
+        own = x[self.sequence.samples, self.sequence.rows(self.transfer.source, self.transfer.positions)]
+        return ((in_place.view(own), together.view(packed)) for in_place, together in self._copied_rows())
 
     def pack_(self, x: Tensor, packed: Tensor) -> None:
         """Copy the rows from a tensor of the sender."""

@@ -236,15 +236,12 @@ def _split(whole: range, size: int) -> Iterator[range]:
     return (whole[start : start + size] for start in range(0, len(whole), size))
 
 
-def packed_views(plan: Plan, x: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of the key rows that a plan's families read, in place and packed, family by family: to copy either way.
+def packed_rows(plan: Plan, samples: int) -> Iterator[tuple[CallRows, CallRows]]:
+    """Where the key rows that a plan's families read are, in place and packed, family by family: to copy either way.
 
     The plan is that of the rows with themselves, not causal, of one branch, within one segment.
     """
     for family in plan.families:
-        heads, samples = range(len(family.key_heads)), range(x.shape[0])
-        in_place, together = (
-            StridedCall(StridedTiles(plan, is_packed), family, samples, samples, heads, 1, range(1))
-            for is_packed in (False, True)
-        )
-        yield in_place.key_rows.view(x), together.key_rows.view(packed)
+        at = family, range(samples), range(samples), range(len(family.key_heads)), 1, range(1)
+        in_place, together = (StridedCall(StridedTiles(plan, is_packed), *at).key_rows for is_packed in (False, True))
+        yield in_place, together
