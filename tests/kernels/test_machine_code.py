@@ -85,8 +85,8 @@ def test_tables_of_other_gpus(kernel):
         assert used["spilled_bytes"] <= OTHER_SPILLS[sizes]
 
 
-# The words of dropout take registers.
-@pytest.mark.parametrize(("kernel", "spills"), [("forward", 32), ("dq", 32), ("dkv", 144)])
+# The words of dropout take registers: 20 of about 2,500 instructions in each loop of the forward move spilled ones.
+@pytest.mark.parametrize(("kernel", "spills"), [("forward", 144), ("dq", 32), ("dkv", 32)])
 def test_kernels_of_dropout_under_an_order(kernel, spills):
     config = getattr(_HOPPER[2, 64], kernel)
     (used,) = compiled([[kernel, 2, 64, config.block_m, config.block_n, config.warps, config.stages, True, True]])
