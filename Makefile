@@ -19,7 +19,7 @@ help:
 	@echo "make seeds-report  reproduce the seed reports and write docs/seeds.md, in up to 27 minutes"
 	@echo "make test-gpu  run the GPU tests with the python3 that holds torch, without installing"
 	@echo "make test-hf   run the tests of transformers with its oldest supported and its newest version"
-	@echo "make test-machine-code  compare the kernels' machine code with the numbers of the pinned Triton"
+	@echo "make test-machine-code  compare the kernels' machine code with the numbers of Triton 3.9.0"
 	@echo "make data      fetch the genomes of benchmarks into data/, 29 MB of a download of 97 MB"
 	@echo "make docs      build the documentation into build/docs and check its links"
 	@echo "make dist      build the wheel and the source distribution into dist/ and check them"

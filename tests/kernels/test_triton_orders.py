@@ -122,7 +122,8 @@ def test_orders_made_in_inference_mode():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the memory would be used, not only reserved")
 def test_heads_that_are_far_apart(monkeypatch):
     """The last head begins 2**31 elements behind the first one, as in long sequences with memory (B, H, N, D)."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # 4 GiB
+    # The fixture of all tests lets torch.empty write NaN, here 4 GiB of it.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     n, d = 16, 16
     memory = torch.empty(2**31 + n * d, dtype=torch.float16, device="cpu")
     q = memory.as_strided((1, n, 3, d), (0, d, 2**30, 1)).copy_(torch.randn(1, n, 3, d))

@@ -3,7 +3,8 @@
     result = programs.run("print(1)", folder=tmp_path)      result.returncode, result.stdout, result.stderr
 
 One process imports PyTorch, and by default nothing of this package. It forks a child for each program. The child runs the
-program as ``__main__`` and ends like every interpreter: with its exit code, its traceback, its handlers of atexit.
+program as ``__main__`` and ends like every interpreter: with its exit code, its traceback, its handlers of atexit. Only
+objects of the modules that were imported before are not collected at the end.
 A program that must run before PyTorch is imported needs ``subprocess`` instead.
 """
 
@@ -45,7 +46,7 @@ _SERVER = """
 import gc, importlib, json, os, sys, types
 for name in sys.argv[1:]:
     importlib.import_module(name)
-gc.freeze()  # a child that collects these objects at its end takes a second for it
+gc.freeze()  # the last collection of a child skips these objects, which saves a second
 
 def next_program():
     while line := sys.stdin.readline():

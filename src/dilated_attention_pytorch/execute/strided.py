@@ -237,7 +237,7 @@ def _split(whole: range, size: int) -> Iterator[range]:
 
 
 def packed_rows(plan: Plan, samples: int) -> Iterator[tuple[CallRows, CallRows]]:
-    """Where the key rows that a plan's families read are, in place and packed, family by family: to copy either way.
+    """Yield where the key rows of each family are, in place and packed, so that rows can be copied either way.
 
     The plan is that of the rows with themselves, not causal, of one branch, within one segment.
     """

@@ -110,8 +110,7 @@ def forward(kernels: _Kernels, problem: Problem, inputs: Inputs, options: Option
     parts, outs = _empty(found, query)
     parts_lse = torch.empty(parts.shape[0], dtype=torch.float32, device=query.device)
     lses = torch.split(parts_lse, [out.shape[:3].numel() for out in outs])
-    branches = found.branches if query.numel() else ()
-    for branch, out, lse in zip(branches, outs, lses, strict=False):
+    for branch, out, lse in zip(found.branches, outs, lses, strict=True) if query.numel() else ():
         results = Results(out, lse.view(out.shape[0], out.shape[2], out.shape[1]))
         own = Inputs(*(_sorted(branch, x) for x in inputs))
         kernels.forward(branch.problem, own, _options(branch, options), results)
@@ -125,8 +124,7 @@ def backward(kernels: _Kernels, problem: Problem, inputs: Inputs, saved: Saved, 
     detached = options.detach_mixing and len(found.branches) > 1
     statistics = None if detached else kernels.row_statistics(saved, options)
     parts, by_tensor = zip(*(_empty(found, x) for x in inputs), strict=True)
-    branches = found.branches if inputs.query.numel() else ()
-    for branch, *grads in zip(branches, *by_tensor, strict=False):
+    for branch, *grads in zip(found.branches, *by_tensor, strict=True) if inputs.query.numel() else ():
         own, dout = Inputs(*(_sorted(branch, x) for x in inputs)), _sorted(branch, saved.dout)
         own_options = _options(branch, options)
         if statistics is None:
