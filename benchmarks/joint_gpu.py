@@ -3,7 +3,8 @@
     PYTHONPATH=src python3 benchmarks/joint_gpu.py 'odd,D64,D48,gigapath,paper,paper causal' [--compile] [--out FILE]
 
 The figures decide the thresholds of ``joint_config`` in backends/hopper/configs.py. Number of pairs: the settings 2k to
-64k are the first tokens of gigapath, "paper 2k" to "paper 64k" those of paper. Length of tiles: D64/128 to D64/1024.
+64k are the first tokens of gigapath, "paper 2k" to "paper 64k" those of paper. Length of tiles: D64/128 to D64/1024 and
+D128/128 to D128/16384.
 The settings gigapath/1 to gigapath/16 are its single branches, named by their rates. " causal" may follow any setting.
 """
 
@@ -36,6 +37,9 @@ SETTINGS = {
 SETTINGS |= {f"{n}k": (gpu.GIGAPATH, n * 1024, 16, 16, 48) for n in (2, 4, 8, 16, 32, 64)}
 SETTINGS |= {f"paper {n}k": (gpu.PAPER, n * 1024, 12, 12, 64) for n in (2, 4, 8, 16, 32, 64)}
 SETTINGS |= {f"D64/{w}": (Dilated([w], [1]), 2**17, 12, 12, 64) for w in (128, 256, 512, 1024)}
+SETTINGS |= {f"D128/{w}": (Dilated([w], [1]), 2**17, 8, 8, 128) for w in (128, 256, 512, 1024, 2048, 16384)}
+SETTINGS |= {f"paper128 {n}k": (gpu.PAPER, n * 1024, 8, 8, 128) for n in (4, 8, 16, 64)}
+SETTINGS |= {"odd128": (Dilated([1500, 6000, 24000], [1, 3, 9]), 200_000, 8, 8, 128)}
 SETTINGS |= {f"gigapath/{r}": (Dilated([w], [r]), 2**17, 16, 16, 48) for w, r in gpu.GIGAPATH.branches}
 
 
@@ -67,7 +71,7 @@ def measure(name: str, only_compile: bool) -> dict:
         times: dict[str, list[float]] = {x: [] for x in calls}
         for _ in range(2):
             for x, call in calls.items():
-                times[x].append(gpu.steady_milliseconds(call, 0.3))
+                times[x].append(gpu.steady_milliseconds(call, 0.15))
         row["ms"] = {x: statistics.mean(y) for x, y in times.items()}
     print(row, flush=True)
     return row

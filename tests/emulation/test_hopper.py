@@ -73,7 +73,7 @@ def test_head_sizes(head_dim, is_causal, install):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [40, 48, 64])
+@pytest.mark.parametrize("head_dim", [40, 48, 64, 104, 128])
 def test_head_sizes_at_once(head_dim, is_causal, install):
     install(at_once=True)
     check_with_oracle(head_dim, is_causal)

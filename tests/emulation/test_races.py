@@ -116,6 +116,14 @@ MISTAKES = {
     "nobody waits for a turn": ("joint", "_add", "wait_turn", "nothing", True),
     "turns are passed without what was done": ("turns", "pass_turn", "gl", "relaxed counters", True),
 }
+# Of head size 128, where the groups that store gradients of scores also multiply with them.
+SHARED_MISTAKES = {
+    "gradients of scores are stored over shared ones": ("dkv", "_hand_over", "mbarrier", "no waits", True),
+    "gradients of scores of the other group are used early": ("dkv", "_start_dq", "mbarrier", "no waits", True),
+    "half of dq is stored before it is there": ("products", "wait_dq", "warpgroup_mma_wait", "no wait for products", True),
+    "half of dq is stored over what is being added": ("dkv", "_finish_dq", "mbarrier", "no waits", True),
+    "half of dq without a fence": ("dkv", "_finish_dq", "fence_async_shared", "nothing", True),
+}
 
 
 def replacement(kind):
@@ -137,14 +145,18 @@ def replacement(kind):
     }[kind]
 
 
-@pytest.mark.parametrize(("module", "function", "replaced", "by", "backward"), MISTAKES.values(), ids=list(MISTAKES))
-def test_mistakes_in_the_kernels_are_found(module, function, replaced, by, backward, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "function", "replaced", "by", "backward", "head_dim"),
+    [*((*x, 64) for x in MISTAKES.values()), *((*x, 128) for x in SHARED_MISTAKES.values())],
+    ids=[*MISTAKES, *SHARED_MISTAKES],
+)
+def test_mistakes_in_the_kernels_are_found(module, function, replaced, by, backward, head_dim, monkeypatch):
     import gluon_on_cpu
     from dilated_attention_pytorch.backends.hopper import configs, run
 
     gluon_on_cpu.installed(monkeypatch, programs=2, element="bfloat16")
     monkeypatch.setattr(run, "joint_config", lambda _, head_dim: configs.configs(head_dim).joint)
-    inputs = [torch.randn(1, 520, 1, 64).requires_grad_() for _ in range(3)]
+    inputs = [torch.randn(1, 520, 1, head_dim).requires_grad_() for _ in range(3)]
     call = lambda: attention(*inputs, Dilated([520], [1]), backend="hopper")  # noqa: E731
     out = call() if backward else None
     source = importlib.import_module(f"dilated_attention_pytorch.backends.hopper.kernels.{module}")

@@ -55,7 +55,15 @@ def gradients(pattern, *tensors, **options):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(40, torch.bfloat16), (48, torch.bfloat16), (64, torch.bfloat16), (64, torch.float16)]
+    ("head_dim", "dtype"),
+    [
+        (40, torch.bfloat16),
+        (48, torch.bfloat16),
+        (64, torch.bfloat16),
+        (64, torch.float16),
+        (104, torch.bfloat16),
+        (128, torch.float16),
+    ],
 )
 def test_against_float64(name, head_dim, dtype, causal, choose):
     pattern, n = PATTERNS[name][0], 1140
@@ -79,7 +87,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [48, 64])
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
 @pytest.mark.parametrize("case", CASES)
 def test_against_gradients_apart(case, head_dim, choose):
     """dk and dv come from the same products in the same order: the same bits. dq is added up in another."""
@@ -98,7 +106,7 @@ def test_against_gradients_apart(case, head_dim, choose):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [48, 64])
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
 def test_the_same_bits_in_200_runs(head_dim, causal, choose):
     """More items than multiprocessors, which add to the same rows; fresh memory holds NaN (conftest)."""
     pattern = Dilated([384, 1536, 6912], [1, 2, 6])

@@ -318,7 +318,10 @@ def test_launches_of_one_branch_each():
     [
         (2**13, 2048, 40, True, False),
         (2**13, 2048, 64, True, True),
-        (2**13, 2048, 128, False, False),
+        (2**15, 2048, 128, True, False),
+        (2**14, 2048, 128, False, False),
+        (2**17, 512, 128, False, False),
+        (2**20, 2048, 80, False, False),
         (2**13, 2048, 32, False, False),
         (2**12, 2048, 64, False, False),
         (2**20, 256, 64, True, False),
@@ -326,7 +329,7 @@ def test_launches_of_one_branch_each():
     ],
 )
 def test_gradients_at_once_where_they_pay(tokens, w, head_dim, at_once, is_causal):
-    """16 heads with tiles of 2,048: 2**28 pairs, and 2**27. Head sizes up to 32 and above 64 have no such kernel."""
+    """16 heads with tiles of 2,048: 2**28 pairs, and 2**27. Head sizes up to 32 and from 65 to 96 have no such kernel."""
     from dilated_attention_pytorch.backends.hopper.configs import joint_config
 
     problem = Problem(Dilated([w], [1]), is_causal, 1, tokens, tokens, 16, 16, None, None)

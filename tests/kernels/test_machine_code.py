@@ -168,11 +168,13 @@ def test_hopper_forward_with_one_descriptor_of_each_tensor():
 
 
 def test_hopper_kernel_of_all_gradients():
-    cases = [48, False, 2, 0], [64, True, 1, 32]
+    cases = [48, False, 2, 0], [64, True, 1, 32], [128, True, 1, 8]
     for case, used in zip(cases, compiled([["hopper joint", *case] for case in cases]), strict=True):
-        check_hopper("joint", used, groups=3)
+        shared = case[0] > 64  # the two groups that compute dk and dv compute dq as well
+        check_hopper("joint", used, groups=2 if shared else 3, waits=4 if shared else 3)
         computing, multiplying = PRODUCTS["dkv"][case[0]], 8  # 128 keys
-        assert sorted(x["products"] for x in used["loops"]) == [multiplying, computing, computing]
+        products = [computing + multiplying] * 2 if shared else [multiplying, computing, computing]
+        assert sorted(x["products"] for x in used["loops"]) == products
         # Who adds to dq waits for the last launch as well.
         assert used["memory_order"].count("W") == (3 if case[3] > 0 else 0)
 
@@ -189,7 +191,7 @@ def passes(kernel):
     return 2 if kernel == "forward" else 1
 
 
-def check_hopper(kernel, used, single_results=False, groups=2, descriptors=None):
+def check_hopper(kernel, used, single_results=False, groups=2, descriptors=None, waits=3):
     # Two places of 128 bytes for each descriptor: compilers like to merge them.
     descriptors = descriptors or {"forward": 12, "dq": 8, "dkv": 10, "joint": 11}[kernel]
     assert used["scratch_bytes"] == descriptors * 128
@@ -211,4 +213,4 @@ def check_hopper(kernel, used, single_results=False, groups=2, descriptors=None)
     for loop in used["loops"]:
         # Spilled scalars are for before and after the loop. A wait per product is how the assembler serialises them all.
         assert loop["local_memory"] <= 0.02 * loop["instructions"]
-        assert loop["waits"] <= 3 < loop["products"]
+        assert loop["waits"] <= waits < loop["products"]

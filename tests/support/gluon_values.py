@@ -107,16 +107,19 @@ class Pointer:
         return found
 
 
+CELL_COLUMNS = 64  # groups of warps write no fewer columns of a block of rows
+
+
 class Shared:
-    """Shared memory. Accesses are told apart by *cells*: blocks of rows, or numbers where there are only these."""
+    """Shared memory. Accesses are told apart by *cells*: 64 columns of blocks of rows, or single numbers."""
 
     def __init__(self, array, dtype, memory, cells):
         self.array, self.shape, self.dtype, self.memory, self.cells = array, array.shape, dtype, memory, cells
 
     @staticmethod
     def allocated(array, dtype):
-        whole_blocks = array.ndim == 3
-        cells = np.arange(len(array) if whole_blocks else array.size).reshape(len(array), -1)
+        each = max(1, array.shape[2] // CELL_COLUMNS) if array.ndim == 3 else array[0].size
+        cells = np.arange(len(array) * each).reshape(len(array), each)
         return Shared(array, dtype, Memory(), cells)
 
     def _view(self, array, cells=None):
@@ -130,7 +133,8 @@ class Shared:
 
     def slice(self, start, length, dim):
         assert dim == 1
-        return self._view(self.array[:, start : start + length])
+        cells = self.cells[start // CELL_COLUMNS : -(-(start + length) // CELL_COLUMNS)]
+        return self._view(self.array[:, start : start + length], cells)
 
     def reshaped(self, _kind, shape, _layout):
         shape = [int(x) for x in shape]

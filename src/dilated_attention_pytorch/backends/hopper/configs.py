@@ -27,6 +27,15 @@ class HopperConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class JointUse:
+    """For which problems the joint backward is used: it computes all gradients by one kernel."""
+
+    pairs: int  # of a query and a key, at least; causal tiles count as full ones
+    keys: int  # per query, at least, on average
+    branches: int  # at most: the layout entries of many branches would take the shared memory of its few stages
+
+
+@dataclass(frozen=True, slots=True)
 class HopperConfigs:
     """One configuration per kernel."""
 
@@ -34,8 +43,15 @@ class HopperConfigs:
     dq: HopperConfig
     dkv: HopperConfig
     joint: HopperConfig | None = None  # all gradients at once, see joint_config
+    joint_use: JointUse | None = None
 
 
+# The programs of the joint backward start one after the other, and dq is rounded in a separate step. This costs more than
+# the two saved products on small problems. Milliseconds of the joint kernel / two kernels, one H200:
+# Head size 64 (benchmarks/results/h200_joint_chunks.json): paper with 4k tokens (2**27.3 pairs) 0.38 / 0.35, 8k 0.68 / 0.68,
+# 64k 4.8 / 5.6; short (2**28.4) 0.58 / 0.60 to 0.66, causal 0.37 / 0.45; gigapath with 8k tokens 0.65 / 0.72, 128k 18.5 /
+# 21.4, causal 10.5 / 16.8; one branch with tiles of 128 rows 1.08 / 0.95, 256 1.19 / 1.19, 512 1.73 / 1.74, 1024 2.59 /
+# 3.08; causal 1.10 / 0.99, 1.15 / 1.20, 1.35 / 1.40.
 # By the head size, up to this one. benchmarks/results/h200_tune_hopper.json has candidates at 64 and 128, measured with
 # early kernels. At the power limit the choice of operands in registers was measured again, also at 96
 # (docs/kernels_history.md, "Hopper forward" and "Hopper backward", version 9). Full tiles of 2,048 rows and more are slower
@@ -47,9 +63,16 @@ TABLE = {
         HopperConfig(64, 8, 2),
         HopperConfig(64, 8, 2, overlap=True),
         HopperConfig(64, 4, 2, helpers=1),
+        JointUse(pairs=2**28, keys=256, branches=32),
     ),
     96: HopperConfigs(HopperConfig(128, 3, 0), HopperConfig(64, 5, 1), HopperConfig(64, 4, 1)),
-    128: HopperConfigs(HopperConfig(128, 3, 0, whole_rows=2**40), HopperConfig(64, 5, 1), HopperConfig(64, 4, 0)),
+    128: HopperConfigs(
+        HopperConfig(128, 3, 0, whole_rows=2**40),
+        HopperConfig(64, 5, 1),
+        HopperConfig(64, 4, 0),
+        HopperConfig(64, 2, 0),
+        JointUse(pairs=2**30, keys=1024, branches=8),
+    ),
 }
 _BY_HEAD_DIM = {d: next(TABLE[size] for size in TABLE if size >= d) for d in range(1, max(TABLE) + 1)}
 
@@ -59,29 +82,21 @@ def configs(head_dim: int) -> HopperConfigs:
     return _BY_HEAD_DIM[head_dim]
 
 
-# The joint backward is used from this many query-key pairs on; causal tiles count as full ones. Its programs start one
-# after the other and dq is rounded in a separate step, which costs more than the two saved products on small problems.
-# Milliseconds of the joint kernel / two kernels, one H200 (benchmarks/results/h200_joint_chunks.json): paper with 4k
-# tokens (2**27.3 pairs) 0.38 / 0.35, 8k 0.68 / 0.68, 64k 4.8 / 5.6; short (2**28.4) 0.58 / 0.60 to 0.66, causal 0.37 /
-# 0.45; gigapath with 8k tokens 0.65 / 0.72, 128k 18.5 / 21.4, causal 10.5 / 16.8.
-_JOINT_FROM_PAIRS = 2**28
-# And from this many keys per query on, on average. Same file, one branch with tiles of 128 rows 1.08 / 0.95, 256 1.19 / 1.19,
-# 512 1.73 / 1.74, 1024 2.59 / 3.08; causal 1.10 / 0.99, 1.15 / 1.20, 1.35 / 1.40.
-_JOINT_FROM_KEYS = 256
 _MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def joint_config(problem: Problem, head_dim: int) -> HopperConfig | None:
     """The configuration of the joint backward; None if it is not used."""
-    known = configs(head_dim).joint
-    # The layout entries of many branches would take the shared memory of its few stages. Items add to the same query rows one
-    # after the other: few queries of many keys, or few tiles, would leave most programs waiting.
+    known = configs(head_dim)
+    # Items add to the same query rows one after the other: few queries of many keys, or few tiles, would leave most programs
+    # waiting.
     unequal = problem.queries != problem.keys and not isinstance(problem, RunningProblem)
-    if known is None or len(problem.dilated.branches) > 32 or unequal:
+    use = known.joint_use
+    if use is None or len(problem.dilated.branches) > use.branches or unequal:
         return None
     pairs, rows, busy_pairs = _extent(problem)
-    pays = pairs >= max(_JOINT_FROM_PAIRS, _JOINT_FROM_KEYS * rows) and 2 * busy_pairs >= pairs
-    return known if pays else None
+    pays = pairs >= max(use.pairs, use.keys * rows) and 2 * busy_pairs >= pairs
+    return known.joint if pays else None
 
 
 @lru_cache(maxsize=256)

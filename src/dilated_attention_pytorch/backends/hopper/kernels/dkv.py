@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    warpgroup_mma,
 )
 
 from dilated_attention_pytorch.backends.gpu.kernels.columns import FAMILY_OWN_DELTA
@@ -60,7 +61,9 @@ from dilated_attention_pytorch.backends.hopper.kernels.products import (
     start_shifted_scores,
     start_sums,
     wait_both_sums,
+    wait_dq,
     wait_scores,
+    wait_sums,
     whole_rows,
 )
 from dilated_attention_pytorch.backends.hopper.kernels.turns import find_turn
@@ -233,16 +236,58 @@ def _weights(s, scale_log2, rows, columns, masked, q_rows, keys, causal):
     return p
 
 
+@gluon.constexpr_function
+def shares_dq(BLOCK_D):
+    """Whether the two warp groups of the joint backward also compute dq, half of its columns each.
+
+    dk and dv of larger heads leave no registers to a third group.
+    """
+    return BLOCK_D > 64
+
+
 @gluon.jit
 def _hand_over(ds, which: gl.constexpr, counter, handed):
-    """Write the gradients of a block's scores, keys by queries, for the warp group that multiplies for dq."""
-    ds_smem, full, empty = handed
+    """Write the gradients of a block's scores, keys by queries, for the warp groups that multiply for dq."""
+    ds_smem, full, empty = handed[:3]
     PLACES: gl.constexpr = ds_smem.shape[0] // GROUPS
     place = counter % PLACES
     mbarrier.wait(empty.index(place), (counter // PLACES & 1) ^ 1)
     ds_smem.index(place * GROUPS + which).store(ds)
     fence_async_shared()
     mbarrier.arrive(full.index(place), count=1)
+
+
+@gluon.jit
+def _start_dq(which: gl.constexpr, counter, handed, none):
+    """Start the product of the gradients of a block's scores with all keys of the item, for 64 columns of dq: transposed, so
+    that the threads of a warp write to different banks of shared memory."""
+    ds_smem, full, _, k_smem = handed[:4]
+    PLACES: gl.constexpr = ds_smem.shape[0] // GROUPS
+    place = counter % PLACES
+    mbarrier.wait(full.index(place), counter // PLACES & 1)
+    # The compiler would compute addresses that no block changes before the loop, spill them, and load them again for each
+    # block (docs/kernels_history.md). It does not know that this number is always 0, and computes them here.
+    zero = counter >> 30
+    dq = none
+    for group in gl.static_range(GROUPS):
+        k = k_smem.index(zero + group).slice(which * 64, 64, dim=1).permute((1, 0))
+        dq = warpgroup_mma(k, ds_smem.index(zero + place * GROUPS + group), dq, use_acc=group > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _finish_dq(dq, which: gl.constexpr, counter, handed):
+    """Write 64 columns of dq of a block to shared memory, for the warp that adds them to dq in memory."""
+    ds_smem, _, empty, _, dq_smem, dq_full, dq_empty, scale, SCALED = handed
+    mbarrier.arrive(empty.index(counter % (ds_smem.shape[0] // GROUPS)), count=1)
+    if SCALED:
+        dq = dq * scale
+    PLACES: gl.constexpr = dq_smem.shape[0]
+    place = counter % PLACES
+    mbarrier.wait(dq_empty.index(place), (counter // PLACES & 1) ^ 1)
+    dq_smem.index(place).slice(which * 64, 64, dim=1).permute((1, 0)).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(place), count=1)
 
 
 @gluon.jit
@@ -286,6 +331,21 @@ def dkv_of_head(
             dv, dk = wait_both_sums(dv, last_p, dk, last_ds, D, BLOCK_D)
             mbarrier.arrive(empty.index(last), count=1, pred=block > from_block)
             last = stage
+        elif JOINT and shares_dq(BLOCK_D):
+            s, k = wait_scores(1, s, k, D, BLOCK_D, HELD >= 1, 1)
+            weights = _weights(s, scale_log2, rows, columns, masked, q_rows, keys, causal)
+            dp, v = wait_scores(0, dp, v, D, BLOCK_D, HELD >= 2)
+            p = as_weights(weights, dtype, D, BLOCK_D)
+            rounded = (weights * dp).to(dtype)
+            ds = as_weights(rounded, dtype, D, BLOCK_D)
+            _hand_over(rounded, which, counter, handed)
+            dv = start_sums(p, dout_smem.index(stage), dv, D)
+            dq = _start_dq(which, counter, handed, none)
+            dk = start_sums(ds, q_smem.index(stage), dk, D)
+            dq, dv = wait_dq(dq, dv, p, D, BLOCK_D)
+            _finish_dq(dq, which, counter, handed)
+            dk = wait_sums(dk, ds, D, BLOCK_D)
+            mbarrier.arrive(empty.index(stage), count=1)
         else:
             s, k = wait_scores(1, s, k, D, BLOCK_D, HELD >= 1, 1)
             weights = _weights(s, scale_log2, rows, columns, masked, q_rows, keys, causal)
@@ -315,6 +375,7 @@ def compute_dkv(
     HELD: gl.constexpr, OVERLAP: gl.constexpr, PARTS: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of all items, for the rows of one warp group."""
+    SHARES: gl.constexpr = JOINT and shares_dq(BLOCK_D)
     PART_DK, PART_DV, DK, DV = results
     k_smem, v_smem = smem[:2]
     rows_full, rows_empty = bars[:2]
@@ -343,7 +404,9 @@ def compute_dkv(
         else:
             keys = LAST  # dk and dv of those behind the end are not stored
             ragged = False
-        mbarrier.wait(rows_full.index(which), number & 1)
+        for group_keys in gl.static_range(GROUPS):
+            if group_keys == which or SHARES:
+                mbarrier.wait(rows_full.index(group_keys), number & 1)
         k = hold(k_smem.index(which), S, D, HELD >= 1)
         v = hold(v_smem.index(which), S, D, HELD >= 2)
         dk = no_sums(D, BLOCK_D)
@@ -355,7 +418,9 @@ def compute_dkv(
             )  # fmt: skip
             mbarrier.arrive(done.index(unit & 1), count=1)
             unit += 1
-        mbarrier.arrive(rows_empty.index(which), count=1)
+        for group_keys in gl.static_range(GROUPS):
+            if group_keys == which or SHARES:
+                mbarrier.arrive(rows_empty.index(group_keys), count=1)
 
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, K_ROWS).to(gl.int32)
         dk = whole_rows(dk, D, BLOCK_D) * scale

@@ -2,7 +2,8 @@
 
 Scores, weights and their gradients are computed once instead of twice: five products for each pair of blocks, where dq.py and
 dkv.py need seven. Two warp groups write the gradients of scores to shared memory (dkv.py). A third one multiplies them with
-the keys of the item. A further warp adds the result to dq in memory when it is the turn of the item (turns.py).
+the keys of the item. For head sizes above 64 no registers are left for it (``shares_dq``), and the two groups compute half of
+the columns each. A further warp adds the result to dq in memory when it is the turn of the item (turns.py).
 """
 
 from __future__ import annotations
@@ -40,11 +41,10 @@ from dilated_attention_pytorch.backends.hopper.kernels.dkv import (
     next_item,
     produce_dkv,
     query_blocks,
+    shares_dq,
 )
 from dilated_attention_pytorch.backends.hopper.kernels.turns import pass_turn, wait_additions, wait_turn
 
-DS_PLACES = gl.constexpr(2)  # blocks of gradients of scores on their way to the third
-DQ_PLACES = gl.constexpr(4)  # and of dq on their way to memory
 CHUNK = gl.constexpr(2)  # blocks of query rows that have one counter, as many rows as an item has keys
 
 
@@ -58,6 +58,8 @@ def _multiply(
     facts_full, facts_empty = bars[5:]
     ds_smem, full, empty = handed
     dq_full, dq_empty = dq_bars
+    DS_PLACES: gl.constexpr = ds_smem.shape[0] // GROUPS
+    DQ_PLACES: gl.constexpr = dq_smem.shape[0]
     # Transposed, so that the threads of a warp write to different banks of shared memory.
     none = gl.full([BLOCK_D, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M))
     counter = items * 0
@@ -108,6 +110,7 @@ def _add(
 ):  # fmt: skip
     """Add to dq, block by block, when it is this item's turn."""
     gl.static_assert(ROWS == CHUNK * BLOCK_M, "the first rows that see an item are a chunk")
+    DQ_PLACES: gl.constexpr = dq_smem.shape[0]
     facts_full, facts_empty = bars[5:]
     dq_full, dq_empty = dq_bars
     counter = items * 0
@@ -175,14 +178,18 @@ def joint_kernel(
     For tables of which no two tiles have the same query row.
     """
     dtype: gl.constexpr = Q.dtype.element_ty
-    smem, bars = allocate_dkv(dtype, 1, 2, STAGES, BLOCK_M, BLOCK_D)
+    SHARED: gl.constexpr = shares_dq(BLOCK_D)
+    # Larger rows leave less of the shared memory for gradients of scores that are to be multiplied, and dq that is to be added.
+    DS_PLACES: gl.constexpr = 1 if SHARED else 2  # blocks
+    DQ_PLACES: gl.constexpr = 2 if SHARED else 4
+    smem, bars = allocate_dkv(dtype, 1, 1 if SHARED else 2, STAGES, BLOCK_M, BLOCK_D)
     handed = (
         allocate_rows(dtype, DS_PLACES * GROUPS, 64, BLOCK_M),
         allocate_barriers(DS_PLACES, GROUPS),
-        allocate_barriers(DS_PLACES, 1),
+        allocate_barriers(DS_PLACES, GROUPS if SHARED else 1),
     )
     dq_smem = allocate_rows(gl.float32, DQ_PLACES, BLOCK_M, BLOCK_D)
-    dq_bars = allocate_barriers(DQ_PLACES, 1), allocate_barriers(DQ_PLACES, 1)
+    dq_bars = allocate_barriers(DQ_PLACES, GROUPS if SHARED else 1), allocate_barriers(DQ_PLACES, 1)
     facts = allocate_facts(PARTS)
     fence_async_shared()
     q_strides = q_stride_b, q_stride_n, q_stride_h
@@ -192,10 +199,20 @@ def joint_kernel(
     results = PART_DK, PART_DV, DK, DV
     tables = TABLE, LAYOUT, OFFSETS
     sizes = N, M, H, G, parts
-    gl.warp_specialize([
-        (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, handed, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, True)),
-        (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, handed, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, True)),
-        (_multiply, (items, group, scale, smem[0], dq_smem, facts, bars, handed, dq_bars, BLOCK_D, BLOCK_M, SCALED)),
-        (_add, (SUMS, TURNS, items, group, H, dq_smem, facts, bars, dq_bars, D, BLOCK_D, BLOCK_M, PARTS)),
-        (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, TAKEN + number, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, True)),
-    ], [4, 4, 1, 1], [208, 64, 32, 32])  # fmt: skip
+    if SHARED:
+        # And what a third group would be given. Kernels cannot unpack tuples into others.
+        given = handed + (smem[0], dq_smem) + dq_bars + (scale, SCALED)  # noqa: RUF005
+        gl.warp_specialize([
+            (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, given, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, True)),
+            (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, given, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, True)),
+            (_add, (SUMS, TURNS, items, group, H, dq_smem, facts, bars, dq_bars, D, BLOCK_D, BLOCK_M, PARTS)),
+            (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, TAKEN + number, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, True)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, handed, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, True)),
+            (compute_dkv, (gl.constexpr(1), results, items, group, G, scale_log2, scale, smem, facts, bars, handed, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, True)),
+            (_multiply, (items, group, scale, smem[0], dq_smem, facts, bars, handed, dq_bars, BLOCK_D, BLOCK_M, SCALED)),
+            (_add, (SUMS, TURNS, items, group, H, dq_smem, facts, bars, dq_bars, D, BLOCK_D, BLOCK_M, PARTS)),
+            (produce_dkv, ((Q, K, V, DOUT), SHIFTS, tables, TAKEN + number, families, items, group, sizes, q_strides, k_strides, v_strides, dout_strides, smem, facts, bars, D, BLOCK_D, BLOCK_M, STAGES, FINAL, PARTS, True)),
+        ], [4, 4, 1, 1], [208, 64, 32, 32])  # fmt: skip

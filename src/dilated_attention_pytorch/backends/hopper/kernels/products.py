@@ -153,6 +153,14 @@ def wait_both_sums(sums, weights, more_sums, more_weights, D: gl.constexpr, BLOC
 
 
 @gluon.jit
+def wait_dq(dq, sums, weights, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Wait for dq of a block and for sums, until one later product is left."""
+    gl.static_assert(second_piece(D, BLOCK_D) == 0, "sums of one piece")
+    dq, first, _ = warpgroup_mma_wait(1, deps=(dq, sums[0], weights))
+    return dq, (first,)
+
+
+@gluon.jit
 def _scaled(x, factor):
     return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
 
