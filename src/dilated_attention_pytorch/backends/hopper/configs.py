@@ -51,7 +51,8 @@ class HopperConfigs:
 # Head size 64 (benchmarks/results/h200_joint_chunks.json): paper with 4k tokens (2**27.3 pairs) 0.38 / 0.35, 8k 0.68 / 0.68,
 # 64k 4.8 / 5.6; short (2**28.4) 0.58 / 0.60 to 0.66, causal 0.37 / 0.45; gigapath with 8k tokens 0.65 / 0.72, 128k 18.5 /
 # 21.4, causal 10.5 / 16.8; one branch with tiles of 128 rows 1.08 / 0.95, 256 1.19 / 1.19, 512 1.73 / 1.74, 1024 2.59 /
-# 3.08; causal 1.10 / 0.99, 1.15 / 1.20, 1.35 / 1.40.
+# 3.08; causal 1.10 / 0.99, 1.15 / 1.20, 1.35 / 1.40. Head size 128 (h200_joint_128.json): paper with 16k tokens (2**29)
+# 1.68 / 1.54, 64k 6.05 / 6.34; tiles of 512 rows 2.07 / 1.90, 1024 3.23 / 3.22, 2048 5.59 / 5.82, 16,384 36.7 / 42.1.
 # By the head size, up to this one. benchmarks/results/h200_tune_hopper.json has candidates at 64 and 128, measured with
 # early kernels. At the power limit the choice of operands in registers was measured again, also at 96
 # (docs/kernels_history.md, "Hopper forward" and "Hopper backward", version 9). Full tiles of 2,048 rows and more are slower
