@@ -23,7 +23,7 @@ from dilated_attention_pytorch.models import LongNetConfig
 from dilated_attention_pytorch.workbench.plan_memory import attention_memory, model_memory
 from dilated_attention_pytorch.workbench.plan_ranks import RankWork, Tiles, rank_work
 from dilated_attention_pytorch.workbench.plan_settings import Machine, PlanSettings
-from dilated_attention_pytorch.workbench.plan_time import attention_seconds, model_seconds
+from dilated_attention_pytorch.workbench.plan_time import attention_seconds, is_joint, model_seconds
 
 RESULTS = Path(__file__).parent / "results"
 H200 = Machine(find_gpu("h200"))
@@ -71,6 +71,28 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
+def superseded(settings: PlanSettings) -> bool:
+    """Whether a backward was measured by two kernels, where one computes all gradients since revision 17206dd."""
+    return settings.head_dim > 64 and is_joint(settings, "hopper")
+
+
+def tile_rows() -> Iterator[CheckedRow]:
+    """One branch of rate 1. Of shorter tiles, the model does not know that they share descriptors."""
+    for row in load("h200_cliffs")["runs"][0]["rows"]:
+        found = re.fullmatch(r"tiles (\d+) D=(\d+) (causal|full)", row["call"])
+        if found is None or int(found[1]) < 1024:
+            continue
+        tile, head_dim = int(found[1]), int(found[2])
+        settings = PlanSettings(
+            tokens=2**18, pattern=Dilated([tile], [1]), heads=1024 // head_dim, head_dim=head_dim,
+            is_causal=found[3] == "causal", machine=H200,
+        )  # fmt: skip
+        for backward in (False, True):
+            what = "backward" if backward else "forward"
+            seconds = attention_seconds(settings, rank_work(settings), "hopper", backward=backward).total
+            yield CheckedRow(f"h200_cliffs: {row['call']}", what, "ms", row[f"ours_{what}_ms"], 1e3 * seconds)
+
+
 def attention_rows() -> Iterator[CheckedRow]:
     """The rows of gpu.py. Memory is compared for the newest version: version 13 had larger partial results."""
     for file in ("h200_version16", "h200_rested"):
@@ -82,13 +104,14 @@ def attention_rows() -> Iterator[CheckedRow]:
             )  # fmt: skip
             backend = "triton" if settings.dtype == "float32" else "hopper"
             work, name = rank_work(settings), f"{file}: {row['setting']}"
-            for backward in (False, True):
+            measured = (False,) if superseded(settings) else (False, True)
+            for backward in measured:
                 what = "backward" if backward else "forward"
                 seconds = attention_seconds(settings, work, backend, backward=backward).total
                 yield CheckedRow(name, what, "ms", row[f"{what}_ms"], 1e3 * seconds)
             if file == "h200_rested":
                 continue
-            for backward in (False, True):
+            for backward in measured:
                 memory = attention_memory(settings, work, backend, backward=backward)
                 extra = memory.extra - (memory.query if backward else 0)  # the gradient of the output is given
                 gib = row["both_extra_gib" if backward else "forward_extra_gib"]
@@ -129,6 +152,8 @@ def message_rows() -> Iterator[CheckedRow]:
         work = rank_work(settings)
         pairs = sum(x.pairs for x in work.own)
         for backward, rate in zip((False, True), row["one_device"], strict=True):
+            if backward and superseded(settings):
+                continue
             products, what = (10, "backward") if backward else (4, "forward")
             seconds = attention_seconds(settings, work, "hopper", backward=backward).total
             measured = products * d * pairs / rate / 1e9
@@ -193,7 +218,7 @@ def cpu_rows() -> Iterator[CheckedRow]:
 
 
 def checked() -> list[CheckedRow]:
-    parts = attention_rows, block_rows, message_rows, ring_rows, model_rows, cpu_rows
+    parts = attention_rows, tile_rows, block_rows, message_rows, ring_rows, model_rows, cpu_rows
     return [row for part in parts for row in part()]
 
 

@@ -33,14 +33,15 @@ class KernelRates:
     forward_exponentials: float  # per pair
     backward_exponentials: float
     forward_item: float
-    joint_item: float  # of the kernel of all gradients
+    joint_item: float  # of the kernel of all gradients, by three groups of warps
+    wide_joint_item: float  # by two groups, at head sizes above 64
     separate_item: float  # of the kernels of dq and of dk and dv, together
 
 
 # The forward overlaps exponentials with products, so that less than one per pair is seen. A backward also computes delta.
-HOPPER = KernelRates(0.9, 0.68, 1.8, 3.2e-6, 5.7e-6, 14e-6)
+HOPPER = KernelRates(0.9, 0.68, 1.8, 3.2e-6, 5.7e-6, 14e-6, 14e-6)
 # Without warps that only load, and with three products for one of float32.
-PORTABLE = KernelRates(0.3, 0.68, 1.8, 3.2e-6, 5.7e-6, 14e-6)
+PORTABLE = KernelRates(0.3, 0.68, 1.8, 3.2e-6, 5.7e-6, 14e-6, 14e-6)
 LAUNCH_S = 6e-6  # of a kernel behind another one
 HOST_S = {False: 160e-6, True: 810e-6}  # of the host for a call: results/h200_dispatch.json
 BANDWIDTH = 0.8  # the share of the memory bandwidth that elementwise operators reach
@@ -114,7 +115,8 @@ def attention_seconds(settings: PlanSettings, work: RankWork, backend: str, *, b
     size, passes = settings.torch_dtype.itemsize, 0.0
     if backward:
         joint = is_joint(settings, backend)
-        products, item = (10, rates.joint_item) if joint else (14, rates.separate_item)
+        joint_item = rates.joint_item if settings.head_dim <= 64 else rates.wide_joint_item
+        products, item = (10, joint_item) if joint else (14, rates.separate_item)
         per_pair = _per_pair(settings, rates, products, rates.backward_exponentials)
         # delta reads out and its gradient. Sums of dq are filled with 0 and rounded. Statistics of a row are 32 bytes.
         passes = elements * (2 * size + (8 + size if joint else 0)) + elements / settings.head_dim * 32
