@@ -159,6 +159,7 @@ def test_hopper_kernels(row, kernel):
     assert used["warp_barriers"] == (kernel == "forward")  # end_together
 
 
+@pytest.mark.machine_code  # for its time: the code differs from that of the forward above in descriptors alone
 def test_hopper_forward_with_one_descriptor_of_each_tensor():
     (used,) = compiled([["hopper forward", 128, True, 1, 0, False, False, True]])
     check_hopper(used, "forward", descriptors=3)

@@ -26,6 +26,7 @@ from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 import gluon_races as races
+from dilated_attention_pytorch.backends.gpu import portable
 from dilated_attention_pytorch.backends.gpu.launch import KernelLaunch
 from dilated_attention_pytorch.backends.hopper import block_run, run
 from dilated_attention_pytorch.backends.hopper.backend import HopperBackend
@@ -371,6 +372,7 @@ def installed(monkeypatch, *, programs: int, element: str) -> list[str]:
             through_triton(call, kind, tensors, changing)
 
     monkeypatch.setattr(KernelLaunch, "first", first)
+    monkeypatch.setattr(portable, "_DELTA_ROWS", 512)  # a program of Triton's interpreter takes 25 ms, however many rows
     for module in (run, block_run):
         monkeypatch.setattr(module, "multiprocessors", lambda _device: programs)
     monkeypatch.setattr(HopperBackend, "why_not", lambda _self, _request: [])
