@@ -71,7 +71,7 @@ def measure(name: str, only_compile: bool) -> dict:
         times: dict[str, list[float]] = {x: [] for x in calls}
         for _ in range(2):
             for x, call in calls.items():
-                times[x].append(gpu.steady_milliseconds(call, 0.15))
+                times[x].append(gpu.steady_milliseconds(call, 0.3))
         row["ms"] = {x: statistics.mean(y) for x, y in times.items()}
     print(row, flush=True)
     return row

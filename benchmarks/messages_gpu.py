@@ -71,6 +71,7 @@ def cases() -> dict[str, list[Case]]:
             Case("paper, at once", PAPER, at_once=True),
             Case("paper, at once", PAPER, causal=True, at_once=True),
             Case("w = N, r = 2, at once", DILATED["w = N, r = 2"], causal=True, layout="zigzag", at_once=True),
+            Case("paper, at once", PAPER, head_dim=128, at_once=True),
         ],
         "128": [Case("paper, one message", PAPER, head_dim=128, bucket=None)],
         "float32": [Case(name, DILATED[name], torch.float32, backend="triton", causal=name == "paper") for name in DILATED],

@@ -232,7 +232,7 @@ def test_any_problem(data, install):
     queries = draw(st.one_of(st.just(keys), st.integers(1, keys)))
     batch, key_heads, group = draw(st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 3)]))
     install(draw(st.integers(1, 4)), at_once=draw(st.booleans()))
-    x = tensors(queries, keys, draw(st.sampled_from([48, 64])), batch, key_heads * group, key_heads)
+    x = tensors(queries, keys, draw(st.sampled_from([48, 64, 128])), batch, key_heads * group, key_heads)
     pattern, is_causal = Dilated(*map(list, zip(*sorted(branches), strict=True))), draw(st.booleans())
     exact = results(lambda *y: oracle.attention(*y, pattern, is_causal=is_causal), *(y.double() for y in x))
     for name, a, e in zip(NAMES, results(ours(pattern, is_causal=is_causal), *x), exact, strict=True):
@@ -275,14 +275,14 @@ def test_block_rings(on_ranks, is_causal, layout):
     on_ranks(2, check_block_ring, is_causal, layout)
 
 
-def check_ring(group, is_causal: bool, layout: str, at_once: bool) -> None:
+def check_ring(group, is_causal: bool, layout: str, at_once: bool, head_dim: int) -> None:
     import gluon_on_cpu
     from dilated_attention_pytorch.backends.hopper import configs, run
 
     pattern, (first, *rest) = Dilated([96, 400], [1, 4]), Shards.of([240, 160], layout).chunks[dist.get_rank()]
     own = [*first, *(row for chunk in rest for row in chunk)]
     batch = 1 if is_causal else 2
-    whole = torch.randn(4, batch, 400, 2, 64, generator=torch.Generator().manual_seed(0))
+    whole = torch.randn(4, batch, 400, 2, head_dim, generator=torch.Generator().manual_seed(0))
 
     def gradients(*tensors, **options):
         *inputs, dout = (x.clone().requires_grad_() for x in tensors)
@@ -306,11 +306,12 @@ def check_ring(group, is_causal: bool, layout: str, at_once: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_causal", "layout", "at_once"), [(False, "contiguous", True), (True, "contiguous", False), (True, "zigzag", True)]
+    ("is_causal", "layout", "at_once", "head_dim"),
+    [(False, "contiguous", True, 64), (True, "contiguous", False, 64), (True, "zigzag", True, 128)],
 )
-def test_rings(on_ranks, is_causal, layout, at_once):
+def test_rings(on_ranks, is_causal, layout, at_once, head_dim):
     """All tiles of ranks by Hopper kernels: own rows, chunks with each other, several messages of two branches."""
-    on_ranks(2, check_ring, is_causal, layout, at_once)
+    on_ranks(2, check_ring, is_causal, layout, at_once, head_dim)
 
 
 def test_mistakes_are_found():

@@ -120,7 +120,13 @@ MISTAKES = {
 SHARED_MISTAKES = {
     "gradients of scores are stored over shared ones": ("dkv", "_hand_over", "mbarrier", "no waits", True),
     "gradients of scores of the other group are used early": ("dkv", "_start_dq", "mbarrier", "no waits", True),
-    "half of dq is stored before it is there": ("products", "wait_dq", "warpgroup_mma_wait", "no wait for products", True),
+    "shared gradients of scores are given back too early": (
+        "products",
+        "wait_dq",
+        "warpgroup_mma_wait",
+        "no wait for products",
+        True,
+    ),
     "half of dq is stored over what is being added": ("dkv", "_finish_dq", "mbarrier", "no waits", True),
     "half of dq without a fence": ("dkv", "_finish_dq", "fence_async_shared", "nothing", True),
 }

@@ -41,5 +41,6 @@ if __name__ == "__main__":
             call(Dilated([128, 256], [1, 2]), "triton", size, is_causal=size == 64, dtype=torch.float32)
             call(blocks, "triton", size, is_causal=size == 128, dtype=torch.float32)
     run.joint_config = lambda problem, head_dim: configs.configs(head_dim).joint  # at once, of so few rows too
-    for is_causal in (False, True):
-        call(Dilated([160, 320], [1, 2]), "hopper", 48, is_causal)
+    for head_dim in (48, 128):
+        for is_causal in (False, True):
+            call(Dilated([160, 320], [1, 2]), "hopper", head_dim, is_causal)

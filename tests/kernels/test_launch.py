@@ -320,7 +320,8 @@ def test_launches_of_one_branch_each():
         (2**13, 2048, 64, True, True),
         (2**15, 2048, 128, True, False),
         (2**14, 2048, 128, False, False),
-        (2**17, 512, 128, False, False),
+        (2**17, 1024, 128, True, False),
+        (2**17, 1023, 128, False, False),
         (2**20, 2048, 80, False, False),
         (2**13, 2048, 32, False, False),
         (2**12, 2048, 64, False, False),
@@ -329,13 +330,16 @@ def test_launches_of_one_branch_each():
     ],
 )
 def test_gradients_at_once_where_they_pay(tokens, w, head_dim, at_once, is_causal):
-    """16 heads with tiles of 2,048: 2**28 pairs, and 2**27. Head sizes up to 32 and from 65 to 96 have no such kernel."""
+    """16 heads: 2**28 pairs and 256 keys up to head size 64, 2**30 and 1,024 above. 32 and 80 have no such kernel."""
     from dilated_attention_pytorch.backends.hopper.configs import joint_config
 
     problem = Problem(Dilated([w], [1]), is_causal, 1, tokens, tokens, 16, 16, None, None)
     assert (joint_config(problem, head_dim) is not None) is at_once
-    many = Dilated([w] * 33, list(range(1, 34)))
-    assert joint_config(Problem(many, is_causal, 1, tokens, tokens, 16, 16, None, None), head_dim) is None
+    most = 8 if head_dim > 64 else 32
+    for branches in (most, most + 1):
+        many = Dilated([max(w, 2048)] * branches, [1] * branches)
+        config = joint_config(Problem(many, is_causal, 1, 2**20, 2**20, 16, 16, None, None), head_dim)
+        assert (config is not None) is (branches == most and head_dim not in (32, 80))
 
 
 def test_gradients_of_few_rows_are_not_added_up_in_turns():

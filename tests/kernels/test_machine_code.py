@@ -168,7 +168,7 @@ def test_hopper_forward_with_one_descriptor_of_each_tensor():
 
 
 def test_hopper_kernel_of_all_gradients():
-    cases = [48, False, 2, 0], [64, True, 1, 32], [128, True, 1, 8]
+    cases = [48, False, 2, 0], [64, True, 1, 32], [128, True, 1, 8], [128, False, 2, 0, False, True]
     for case, used in zip(cases, compiled([["hopper joint", *case] for case in cases]), strict=True):
         shared = case[0] > 64  # the two groups that compute dk and dv compute dq as well
         check_hopper("joint", used, groups=2 if shared else 3, waits=4 if shared else 3)

@@ -133,6 +133,7 @@ class Shared:
 
     def slice(self, start, length, dim):
         assert dim == 1
+        assert self.array.ndim == 2
         cells = self.cells[start // CELL_COLUMNS : -(-(start + length) // CELL_COLUMNS)]
         return self._view(self.array[:, start : start + length], cells)
 

@@ -26,13 +26,21 @@ class HopperConfig:
     helpers: int = 0  # groups of four warps beside the two that compute 64 rows each
 
 
+# The programs of the joint backward start one after the other, and dq is rounded in a separate step. This costs more than
+# the two saved products on small problems. Milliseconds of the joint kernel / two kernels, one H200:
+# Head size 64 (benchmarks/results/h200_joint_chunks.json): paper with 4k tokens (2**27.3 pairs) 0.38 / 0.35, 8k 0.68 / 0.68,
+# 64k 4.8 / 5.6; short (2**28.4) 0.58 / 0.60 to 0.66, causal 0.37 / 0.45; gigapath with 8k tokens 0.65 / 0.72, 128k 18.5 /
+# 21.4, causal 10.5 / 16.8; one branch with tiles of 128 rows 1.08 / 0.95, 256 1.19 / 1.19, 512 1.73 / 1.74, 1024 2.59 /
+# 3.08; causal 1.10 / 0.99, 1.15 / 1.20, 1.35 / 1.40. Head size 128 (h200_joint_128.json): paper with 16k tokens (2**29)
+# 1.68 / 1.54, 64k 6.05 / 6.34; tiles of 512 rows 2.07 / 1.90, 1024 3.23 / 3.22, 2048 5.59 / 5.82, 16,384
+# 36.7 / 42.1; causal 1024 2.19 / 2.17, 2048 3.41 / 3.40. In whole calls it is faster from 1,024 rows on (h200_cliffs.json).
 @dataclass(frozen=True, slots=True)
 class JointUse:
     """For which problems the joint backward is used: it computes all gradients by one kernel."""
 
     pairs: int  # of a query and a key, at least; causal tiles count as full ones
     keys: int  # per query, at least, on average
-    branches: int  # at most: the layout entries of many branches would take the shared memory of its few stages
+    branches: int  # at most: the layout entries of many branches take the shared memory of its few stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +54,6 @@ class HopperConfigs:
     joint_use: JointUse | None = None
 
 
-# The programs of the joint backward start one after the other, and dq is rounded in a separate step. This costs more than
-# the two saved products on small problems. Milliseconds of the joint kernel / two kernels, one H200:
-# Head size 64 (benchmarks/results/h200_joint_chunks.json): paper with 4k tokens (2**27.3 pairs) 0.38 / 0.35, 8k 0.68 / 0.68,
-# 64k 4.8 / 5.6; short (2**28.4) 0.58 / 0.60 to 0.66, causal 0.37 / 0.45; gigapath with 8k tokens 0.65 / 0.72, 128k 18.5 /
-# 21.4, causal 10.5 / 16.8; one branch with tiles of 128 rows 1.08 / 0.95, 256 1.19 / 1.19, 512 1.73 / 1.74, 1024 2.59 /
-# 3.08; causal 1.10 / 0.99, 1.15 / 1.20, 1.35 / 1.40. Head size 128 (h200_joint_128.json): paper with 16k tokens (2**29)
-# 1.68 / 1.54, 64k 6.05 / 6.34; tiles of 512 rows 2.07 / 1.90, 1024 3.23 / 3.22, 2048 5.59 / 5.82, 16,384 36.7 / 42.1.
 # By the head size, up to this one. benchmarks/results/h200_tune_hopper.json has candidates at 64 and 128, measured with
 # early kernels. At the power limit the choice of operands in registers was measured again, also at 96
 # (docs/kernels_history.md, "Hopper forward" and "Hopper backward", version 9). Full tiles of 2,048 rows and more are slower

@@ -259,14 +259,16 @@ def _hand_over(ds, which: gl.constexpr, counter, handed):
 
 @gluon.jit
 def _start_dq(which: gl.constexpr, counter, handed, none):
-    """Start the product of the gradients of a block's scores with all keys of the item, for 64 columns of dq: transposed, so
-    that the threads of a warp write to different banks of shared memory."""
+    """Start the product of the gradients of a block's scores with all keys of the item, for 64 columns of dq.
+
+    It is transposed, so that the threads of a warp write to different banks of shared memory.
+    """
     ds_smem, full, _, k_smem = handed[:4]
     PLACES: gl.constexpr = ds_smem.shape[0] // GROUPS
     place = counter % PLACES
     mbarrier.wait(full.index(place), counter // PLACES & 1)
     # The compiler would compute addresses that no block changes before the loop, spill them, and load them again for each
-    # block (docs/kernels_history.md). It does not know that this number is always 0, and computes them here.
+    # block (docs/kernels_history.md). A program has fewer than 2**30 blocks, so this number is 0. The compiler does not know.
     zero = counter >> 30
     dq = none
     for group in gl.static_range(GROUPS):

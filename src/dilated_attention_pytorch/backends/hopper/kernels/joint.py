@@ -111,6 +111,7 @@ def _add(
     """Add to dq, block by block, when it is this item's turn."""
     gl.static_assert(ROWS == CHUNK * BLOCK_M, "the first rows that see an item are a chunk")
     DQ_PLACES: gl.constexpr = dq_smem.shape[0]
+    gl.static_assert(DQ_PLACES > 1, "a place is given back when the next block has come")
     facts_full, facts_empty = bars[5:]
     dq_full, dq_empty = dq_bars
     counter = items * 0
@@ -179,8 +180,8 @@ def joint_kernel(
     """
     dtype: gl.constexpr = Q.dtype.element_ty
     SHARED: gl.constexpr = shares_dq(BLOCK_D)
-    # Larger rows leave less of the shared memory for gradients of scores that are to be multiplied, and dq that is to be added.
-    DS_PLACES: gl.constexpr = 1 if SHARED else 2  # blocks
+    # Blocks of gradients of scores, and of dq. Rows are larger if SHARED, so that fewer places fit.
+    DS_PLACES: gl.constexpr = 1 if SHARED else 2
     DQ_PLACES: gl.constexpr = 2 if SHARED else 4
     smem, bars = allocate_dkv(dtype, 1, 1 if SHARED else 2, STAGES, BLOCK_M, BLOCK_D)
     handed = (
@@ -200,7 +201,7 @@ def joint_kernel(
     tables = TABLE, LAYOUT, OFFSETS
     sizes = N, M, H, G, parts
     if SHARED:
-        # And what a third group would be given. Kernels cannot unpack tuples into others.
+        # Both groups also get the arguments of _multiply. Kernels cannot unpack a tuple inside of another.
         given = handed + (smem[0], dq_smem) + dq_bars + (scale, SCALED)  # noqa: RUF005
         gl.warp_specialize([
             (compute_dkv, (gl.constexpr(0), results, items, group, G, scale_log2, scale, smem, facts, bars, given, D, BLOCK_D, BLOCK_M, STAGES, FINAL, HELD, False, PARTS, True)),
