@@ -214,14 +214,16 @@ def entries(table, row, head):
     return table.indices[start : start + int(table.counts[number])].tolist()
 
 
-@pytest.mark.parametrize("case", ["lengths", "cu_seqlens", "decoding", "adaptive", "mask"])
-def test_tables(case):
+@pytest.mark.parametrize("case", ["lengths", "cu_seqlens", "decoding", "adaptive", "mask", "mask, by the host"])
+def test_tables(case, monkeypatch):
     """By enumeration: every block once, longest lists first, both tables the pairs of blocks that the lists have."""
     q, k = torch.randn(3, 70 if case == "decoding" else 100, 2, 8), torch.randn(3, 100, 2, 8)
     kind = "adaptive" if case == "adaptive" else "hierarchical"
     pattern = BlockSparse.from_config(SparsePatternConfig(kind, 0.4, block_size=16))
-    if case == "mask":
+    if case.startswith("mask"):
         pattern = BlockSparse.custom(random_mask(2, 7, 7), block_size=16)
+    if case == "mask, by the host":  # as lists with many entries
+        monkeypatch.setattr(block_tables, "_MOST_ON_DEVICE", 0)
     lengths = torch.tensor([100, 0, 33]) if case in ("lengths", "adaptive", "mask") else None
     cu_seqlens = torch.tensor([0, 40, 40, 81, 100]) if case == "cu_seqlens" else None
     call, _ = make_call(q, k, k, pattern, is_causal=True, scale=0.3, lengths=lengths, cu_seqlens=cu_seqlens)

@@ -21,6 +21,8 @@ from dilated_attention_pytorch.plan.lists import lists_of
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.sequences import Span
 
+# Lists with more entries are transposed on the host, because the device needs about 40 bytes of memory for an entry.
+_MOST_ON_DEVICE = 2**22
 _FIRST_LIST, _LIST_STEP = BLOCK_COLUMNS.index("first_list"), BLOCK_COLUMNS.index("list_step")
 
 
@@ -48,11 +50,18 @@ class BlockTable:
 class _ListNumbers(NamedTuple):
     """The lists of a batch, numbered one after the other, and what their transposition needs."""
 
+    entries: int  # of all lists
+    transposed: int  # lists
     key_rows: Tensor  # (R, BLOCK_COLUMNS) int64, with the numbers of transposed lists
     counts: Tensor  # (lists,) int64
     starts: Tensor  # (lists,) int64
     readers: Tensor  # (lists,) int32: the query block of each list
     columns: Tensor  # (lists,) int64: the number of the transposed list of key block 0
+
+    def to(self, device: torch.device) -> _ListNumbers:
+        """The same numbers on a device."""
+        tensors = (x.to(device) for x in (self.key_rows, self.counts, self.starts, self.readers, self.columns))
+        return _ListNumbers(self.entries, self.transposed, *tensors)
 
 
 class BlockTables:
@@ -73,48 +82,53 @@ class BlockTables:
         keys = sum(b * span.length for b, (span, _) in zip(samples, sequences, strict=True))
         self.queries_covered = queries == problem.batch * problem.queries
         self.keys_covered = keys == problem.batch * problem.keys
-        self._number(sequences)
+        self._sequences = sequences
+        starts, self.indices = _joined([own for _, own in sequences])
+        counts = torch.cat([_none(torch.int64), *(own.counts.flatten() for _, own in sequences)])
+        self._lists = counts, starts
 
-    def _number(self, sequences: list[tuple[Span, BlockLists]]) -> None:
-        query_rows, key_rows, readers, columns = [], [], [], []
-        lists = transposed = 0
-        for span, own in sequences:
+    @cached_property
+    def _numbers(self) -> _ListNumbers:
+        key_rows, readers, columns = [], [], []
+        transposed = 0
+        for span, own in self._sequences:
             sets, heads, rows = own.counts.shape
-            query_blocks = torch.arange(own.first, own.first + rows, device="cpu")
-            key_blocks = torch.arange(own.key_blocks, device="cpu")
-            query_rows.append(_rows(span, query_blocks, lists, sets, heads))
-            key_rows.append(_rows(span, key_blocks, transposed, sets, heads))
-            readers.append(query_blocks.repeat(sets * heads).to(torch.int32))
+            key_rows.append(_rows(span, torch.arange(own.key_blocks, device="cpu"), transposed, sets, heads))
+            readers.append(_query_blocks(own).repeat(sets * heads).to(torch.int32))
             firsts = transposed + torch.arange(sets * heads, device="cpu") * own.key_blocks
             columns.append(firsts.repeat_interleave(rows))
-            lists, transposed = lists + sets * heads * rows, transposed + sets * heads * own.key_blocks
-        none = torch.zeros(0, dtype=torch.int64, device="cpu")
-        starts, self.indices = _joined([own for _, own in sequences])
-        counts = torch.cat([none, *(own.counts.flatten() for _, own in sequences)])
-        self.query_rows = torch.cat([none.view(0, len(BLOCK_COLUMNS)), *query_rows])
-        self.numbers = _ListNumbers(
-            torch.cat([none.view(0, len(BLOCK_COLUMNS)), *key_rows]), counts, starts,
+            transposed += sets * heads * own.key_blocks
+        none, counts = _none(torch.int64), self._lists[0]
+        return _ListNumbers(
+            int(counts.sum()), transposed, torch.cat([none.view(0, len(BLOCK_COLUMNS)), *key_rows]), *self._lists,
             torch.cat([none.to(torch.int32), *readers]), torch.cat([none, *columns]),
         )  # fmt: skip
-        self.entries, self.transposed_lists = int(counts.sum()), transposed
 
     @cached_property
     def by_query(self) -> BlockTable:
         """For each query block its key blocks."""
-        counts = self.numbers.counts
-        rows = _longest_first(self.query_rows, counts, self.heads)
-        table = BlockTable(rows, counts.to(torch.int32), self.numbers.starts, self.indices, self.queries_covered)
-        return table.to(self.device)
+        rows, lists = [_none(torch.int64).view(0, len(BLOCK_COLUMNS))], 0
+        for span, own in self._sequences:
+            sets, heads, _ = own.counts.shape
+            rows.append(_rows(span, _query_blocks(own), lists, sets, heads))
+            lists += own.counts.numel()
+        counts, starts = self._lists
+        sorted_rows = _longest_first(torch.cat(rows), counts, self.heads)
+        return BlockTable(sorted_rows, counts.to(torch.int32), starts, self.indices, self.queries_covered).to(self.device)
 
     @cached_property
     def by_key(self) -> BlockTable:
         """For each key block the query blocks that read it; not for adaptive patterns."""
-        # Made on the host: a table that is kept must be complete for every stream.
-        return self._transposed(self.numbers, self.indices.cpu()).to(self.device)
+        if self._numbers.entries > _MOST_ON_DEVICE:
+            return self._transposed(self._numbers, self.indices.cpu()).to(self.device)
+        table = self._transposed(self._numbers.to(self.device), self.indices.to(self.device))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # it is kept, so it must be complete for every stream
+        return table
 
     @cached_property
     def _numbers_on_device(self) -> _ListNumbers:
-        return _ListNumbers(*(x.to(self.device) for x in self.numbers))
+        return self._numbers.to(self.device)
 
     def for_queries(self, chosen: Tensor | None) -> BlockTable:
         """``by_query`` for one call, which may have chosen the indices."""
@@ -127,15 +141,15 @@ class BlockTables:
         if chosen is None:
             keep_for_device(self, self.by_key.tensors)
             return self.by_key
-        keep_for_device(self, self._numbers_on_device)
+        keep_for_device(self, self._numbers_on_device[2:])
         return self._transposed(self._numbers_on_device, chosen.flatten())
 
     def _transposed(self, numbers: _ListNumbers, indices: Tensor) -> BlockTable:
-        _, entries = entries_of(numbers.counts, numbers.starts, self.entries)
-        columns = numbers.columns.repeat_interleave(numbers.counts, output_size=self.entries)
-        readers = numbers.readers.repeat_interleave(numbers.counts, output_size=self.entries)
+        _, entries = entries_of(numbers.counts, numbers.starts, numbers.entries)
+        columns = numbers.columns.repeat_interleave(numbers.counts, output_size=numbers.entries)
+        readers = numbers.readers.repeat_interleave(numbers.counts, output_size=numbers.entries)
         columns.add_(indices.index_select(0, entries))
-        counts, starts, indices = transposed_entries(columns, readers, self.transposed_lists)
+        counts, starts, indices = transposed_entries(columns, readers, numbers.transposed)
         rows = _longest_first(numbers.key_rows, counts, self.heads)
         return BlockTable(rows, counts.to(torch.int32), starts, indices, self.keys_covered)
 
@@ -158,6 +172,14 @@ def find_block_tables(problem: Problem, device: torch.device, chosen: Tensor | N
     return _tables(problem, device, None if chosen is None else chosen.shape)
 
 
+def _none(dtype: torch.dtype) -> Tensor:
+    return torch.zeros(0, dtype=dtype, device="cpu")
+
+
+def _query_blocks(lists: BlockLists) -> Tensor:
+    return torch.arange(lists.first, lists.first + lists.query_blocks, device="cpu")
+
+
 def _rows(span: Span, blocks: Tensor, first_list: int, sets: int, heads: int) -> Tensor:
     """The table rows of a sequence, whose lists are numbered from ``first_list`` on: by sample, head and block."""
     samples, step = torch.arange(span.samples.start, span.samples.stop, device="cpu"), len(blocks)
@@ -175,7 +197,7 @@ def _rows(span: Span, blocks: Tensor, first_list: int, sets: int, heads: int) ->
 
 def _joined(lists: list[BlockLists]) -> tuple[Tensor, Tensor]:
     """The starts of lists and the indices they point into, which are not copied if all lists share them."""
-    none = torch.zeros(0, dtype=torch.int64, device="cpu")
+    none = _none(torch.int64)
     if len({own.indices.data_ptr() for own in lists}) <= 1:
         indices = lists[0].indices if lists else none.to(torch.int32)
         return torch.cat([none, *(own.starts.flatten() for own in lists)]), indices
