@@ -2,6 +2,7 @@
 
     echo '[90, "forward", 2, 64, 64, 64, 4, 3]' | python tests/support/compile_kernels.py
                                                              capability, kernel, element size, head size, config
+    echo '[90, "dropout forward", 2, 64, 64, 64, 4, 3]' | ... the same, with dropout
     echo '[90, "hopper forward", 64]' | ...                  kernel, head size [, final, group, parts, single]
     echo '[90, "hopper joint", 64]' | ...                    the same, all gradients
     echo '[90, "sorted merge", 2, 64, 3]' | ...              kernel, element size, head size, branches
@@ -20,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -113,6 +115,7 @@ def usage(
     placed=False,
     float32="tf32x3",
     running=False,
+    dropout=False,
     *,
     capability,
 ):
@@ -126,7 +129,7 @@ def usage(
         "RUNNING": running,
         "FINAL": final,
         "IN_FOURS": False,
-        "DROPOUT": placed,
+        "DROPOUT": placed or dropout,
         "PLACED": placed,
         "WIDE": False,
         "PRECISION": "tf32" if size == 2 else float32,
@@ -300,6 +303,7 @@ if __name__ == "__main__":
             "hopper block": hopper_block_usage,
             "block": block_usage,
             "sorted": sorted_usage,
+            "dropout": partial(usage, dropout=True),
         }
         used = families.get(family, usage)(kernel, *rest, capability=capability)
         print(json.dumps({"arguments": arguments} | used), flush=True)

@@ -25,8 +25,9 @@ def plain_word(seed: int, b: int, h: int, branch: int, i: int, j: int) -> int:
 
     stream = f(f(seed % M32) + (seed >> 32) % M32)
     stream = f(f(f(stream + b) + h) + branch)
-    row = f(stream + i * 0x9E3779B1)
-    return f(f(row ^ (j * 0x85157AF5 % M32)) + f(row ^ 0x7F4A7C15))
+    x = f(stream + i * 0x9E3779B1) ^ (j * 0x85157AF5 % M32)
+    x = ((x ^ x >> 16) * 0x85EBCA6B + f(stream ^ 0x7F4A7C15) + i * 0x2C1B3C6D) % M32
+    return (x ^ x >> 15) * 0xC2B2AE35 % M32
 
 
 def offset(rule, key_head: int, key_heads: int, rate: int) -> int:

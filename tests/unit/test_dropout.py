@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -86,6 +88,25 @@ def test_rate_and_independence_of_the_words():
         for b in range(a):
             together = (bits[a] & bits[b]).double().mean()
             assert abs(together - 0.75**2) < 0.007
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (1, 4096), (12, 12), (4096, 1), (2**16, 2**16), (2**20, 2**20)])
+def test_pairs_at_equal_distances_are_independent(strides):
+    """Rows and keys of a dilated branch are at equal distances, up to the largest rate: no pattern repeats in them."""
+    n, p, z = 512, 0.25, []
+    for seed in range(8):
+        i, j = (777 * seed + stride * torch.arange(n) for stride in strides)
+        dropped = (words(seed, 0, 0, 0, i[:, None], j) < int(p * M32)).double() - p
+        for rows in (dropped, dropped.T):  # correlations of a row with itself, by distance
+            spectrum = torch.fft.rfft(rows, 2 * n).abs().square().sum(0)
+            distances = torch.arange(1, n - 32)
+            z.append(torch.fft.irfft(spectrum)[distances] / ((n - distances) * n).sqrt() / (p - p**2))
+        for a, b in itertools.product((1, 3, 16, 256), repeat=2):  # the four corners of rectangles
+            corners = dropped[a:, b:] * dropped[:-a, :-b] * dropped[a:, :-b] * dropped[:-a, b:]
+            z.append(corners.sum().reshape(1) / corners.numel() ** 0.5 / (p - p**2) ** 2)
+    scores = torch.cat(z)  # of normal distribution if independent
+    assert abs(scores.square().mean() - 1.0) < 0.06  # the standard deviation is 0.016
+    assert scores.abs().max() < 5.5
 
 
 def test_lengths_and_documents_count_positions_of_the_batch_as_given():

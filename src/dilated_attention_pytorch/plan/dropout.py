@@ -33,8 +33,11 @@ def words(seed: Any, sample: Any, head: Any, branch: int, i: Any, j: Any) -> Any
     stream = mix(mix(mix(stream + sample) + head) + branch)
     # Two words per row, so that two rows never share a shifted copy of one sequence.
     row = mix(stream + i * 0x9E3779B1)
-    other = mix(row ^ 0x7F4A7C15)
-    return mix(mix(row ^ (j * 0x85157AF5 & _MASK)) + other)
+    other = mix(stream ^ 0x7F4A7C15) + i * 0x2C1B3C6D
+    # The rest is computed for every pair, and decides about the speed of kernels.
+    x = row ^ (j * 0x85157AF5 & _MASK)
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B + other) & _MASK
+    return ((x ^ (x >> 15)) * 0xC2B2AE35) & _MASK
 
 
 def threshold(p: float) -> int:

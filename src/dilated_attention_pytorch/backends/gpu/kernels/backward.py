@@ -156,7 +156,7 @@ def dq_over_keys(
             if PLACED:
                 k_positions = load_places(own_places, k_positions, columns < k_rows)
             keep = kept(stream, q_positions[:, None], k_positions[None, :], threshold)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
+            dp = tl.where(keep, dp, 0.0) * keep_scale
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
@@ -376,8 +376,8 @@ def dkv_over_queries(
             if PLACED:
                 q_positions = load_places(own_places, q_positions, rows < q_rows)
             keep = kept(stream, q_positions[None, :], k_positions[:, None], threshold)
-            dv = tl.dot(tl.where(keep, p * keep_scale, 0.0).to(dout.dtype), dout, dv, input_precision=PRECISION)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
+            dv = tl.dot(tl.where(keep, p, 0.0).to(dout.dtype), dout, dv, input_precision=PRECISION)
+            dp = tl.where(keep, dp, 0.0) * keep_scale
         else:
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
         ds = p * (dp - delta[None, :])
@@ -503,6 +503,8 @@ def dkv_kernel(
                 TABLE, 0, 0, D, BLOCK_D, BLOCK_M, 0, False, DROPOUT, PLACED, WIDE, PRECISION,
             )  # fmt: skip
         dk *= scale
+        if DROPOUT:
+            dv *= keep_scale
     first_row = k_start + first * k_stride
     positions = (first_row + tl.load(row + FAMILY_TO_POSITION) + row_offsets(k_stride, BLOCK_N, WIDE)).to(tl.int32)
     start = ((sample * M + first_row) * G + key_head) * D

@@ -254,6 +254,8 @@ def block_dkv_kernel(
     start = ((sample * M + k_row + first) * G + key_head) * D
     offsets = block_offsets(one * G * D, BLOCK_N, BLOCK_D, WIDE)
     dk *= scale
+    if DROPOUT:
+        dv *= keep_scale
     if RUNNING:
         dk += load_sums(DK, start, offsets, inside, D, BLOCK_D)
         dv += load_sums(DV, start, offsets, inside, D, BLOCK_D)

@@ -174,17 +174,19 @@ def block_forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     acc, m2, total = attend_keys(
         acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_length, positions,
-        CAUSAL, scale_log2, stream, zero + positions, zero, 1, threshold, keep_scale, ROWS, LIST,
+        CAUSAL, scale_log2, stream, zero + positions, zero, 1, threshold, ROWS, LIST,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, DROPOUT, False, PRECISION,
     )  # fmt: skip
     acc, m2, total = attend_keys(
         acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_length, positions,
-        CAUSAL, scale_log2, stream, zero + positions, zero, 1, threshold, keep_scale, ROWS, LIST,
+        CAUSAL, scale_log2, stream, zero + positions, zero, 1, threshold, ROWS, LIST,
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, DROPOUT, False, PRECISION,
     )  # fmt: skip
     # A row without keys: 0, and -inf as m2 is.
     total = tl.where(total > 0, total, 1.0)
     acc = acc / total[:, None]
+    if DROPOUT:
+        acc *= keep_scale
     m2 += tl.math.log2(total)
     place = (sample * H + head) * N + q_row + positions
     out_start = ((sample * N + q_row + first) * H + head) * D

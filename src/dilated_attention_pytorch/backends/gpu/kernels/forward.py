@@ -57,7 +57,6 @@ def attend_keys(
     k_start,
     stride,
     threshold,
-    keep_scale,
     own_places,
     LIST,
     D: tl.constexpr,
@@ -102,7 +101,7 @@ def attend_keys(
             if PLACED:
                 k_positions = load_places(own_places, k_positions, columns < k_rows)
             keep = kept(stream, q_positions[:, None], k_positions[None, :], threshold)
-            p = tl.where(keep, p * keep_scale, 0.0)
+            p = tl.where(keep, p, 0.0)
         v = load_block(v_pointer + n * v_step, v_offsets, k_rows - n, D, BLOCK_N, BLOCK_D, MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, m2, total
@@ -218,15 +217,17 @@ def forward_kernel(
         whole = tl.where(causal, tl.minimum(first, k_rows), k_rows) // BLOCK_N * BLOCK_N
         acc, m2, total = attend_keys(
             acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, 0, whole, k_rows, rows,
-            causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, own_places,
+            causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, own_places,
             TABLE, D, BLOCK_D, BLOCK_N, 0, False, DROPOUT, PLACED, PRECISION,
         )  # fmt: skip
         acc, m2, total = attend_keys(
             acc, m2, total, q, k_pointer, v_pointer, k_step, v_step, k_offsets, v_offsets, whole, seen, k_rows, rows,
-            causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, keep_scale, own_places,
+            causal, scale_log2, stream, q_positions, k_first, k_stride, threshold, own_places,
             TABLE, D, BLOCK_D, BLOCK_N, 0, True, DROPOUT, PLACED, PRECISION,
         )  # fmt: skip
         acc = acc / total[:, None]
+        if DROPOUT:
+            acc *= keep_scale
         m2 += tl.math.log2(total)
     inside = rows < q_rows
     d = tl.arange(0, BLOCK_D)

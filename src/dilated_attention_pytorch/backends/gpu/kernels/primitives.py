@@ -254,7 +254,10 @@ def dropout_stream(seed_pointer, sample, head, branch):
 @triton.jit
 def kept(stream, i, j, threshold):
     """Which pairs dropout keeps, for positions ``i`` and ``j`` that broadcast: see dropout.words."""
-    row = mix(stream + i.to(tl.uint32) * 0x9E3779B1)
-    other = mix(row ^ 0x7F4A7C15)
-    word = mix(mix(row ^ (j.to(tl.uint32) * 0x85157AF5)) + other)
-    return word >= threshold.to(tl.uint32)
+    i = i.to(tl.uint32)
+    row = mix(stream + i * 0x9E3779B1)
+    other = mix(stream ^ 0x7F4A7C15) + i * 0x2C1B3C6D
+    x = row ^ (j.to(tl.uint32) * 0x85157AF5)
+    x = (x ^ (x >> 16)) * 0x85EBCA6B + other
+    x = (x ^ (x >> 15)) * 0xC2B2AE35
+    return x >= threshold.to(tl.uint32)
