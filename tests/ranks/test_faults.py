@@ -3,6 +3,7 @@ the group's timeout, and a new group works in the same processes."""
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -19,12 +20,12 @@ from dilated_attention_pytorch import (
     attention,
     dilated_attention,
 )
-from dilated_attention_pytorch.distributed import Shards, gather_sequence, local_device, shard_sequence
+from dilated_attention_pytorch.distributed import Shards, agreement, gather_sequence, local_device, shard_sequence
 from dilated_attention_pytorch.distributed.agreement import Arguments, differences
 from dilated_attention_pytorch.distributed.failures import GroupError
 from dilated_attention_pytorch.distributed.watch import Watch, watch_of
 from dilated_attention_pytorch.distributed.wire import Wire
-from rank_faults import LONG_S, TIMEOUT_S, WORLD, die, stall
+from rank_faults import LONG_S, TIMEOUT_S, WORLD, answer_and_die, die, stall
 from ring_cases import sharded
 
 PATTERN = Dilated([8, 64], [1, 2])
@@ -184,15 +185,15 @@ def check_known_shards(group) -> None:
     x = torch.randn(1, 2 + rank, 2, 8)
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        plain = dist.all_gather
-        patch.setattr(dist, "all_gather", lambda *a, **b: (calls.append(1), plain(*a, **b)))
+        plain = agreement._gather
+        patch.setattr(agreement, "_gather", lambda *a: (calls.append(1), plain(*a))[1])
         shards = Shards.of([2, 3, 4], "contiguous")
         results = [attention(x, x, x, PATTERN, group=dist.group.WORLD, layout=shards) for _ in range(3)]
         assert len(calls) == 1
         assert torch.equal(results[0], results[2])
         assert torch.equal(attention(x, x, x, PATTERN, group=dist.group.WORLD), results[0])
         assert len(calls) == 2
-        for name in ("all_gather", "all_gather_object", "batch_isend_irecv"):
+        for name in ("all_gather", "all_gather_object", "batch_isend_irecv", "isend", "irecv"):
             patch.setattr(dist, name, lambda *a, **b: pytest.fail("one rank communicates with nobody"))
         for transport in ("auto", "ring", "allgather"):
             out = attention(x, x, x, PATTERN, group=Sharding(alone, transport=transport))
@@ -204,6 +205,25 @@ def check_known_shards(group) -> None:
 def test_known_shards(on_ranks):
     """Ranks that know all lengths compare their arguments once; a group of one never does."""
     on_ranks(WORLD, check_known_shards)
+
+
+def check_numbers(group) -> None:
+    rank, world, sent = dist.get_rank(group), dist.get_world_size(group), []
+    with pytest.MonkeyPatch.context() as patch:
+        plain = dist.isend
+        patch.setattr(dist, "isend", lambda *a: (sent.append(a[1]), plain(*a))[1])
+        for number in range(3):
+            every = agreement._gather(group, [-number, 2**62 + rank, rank])
+            assert every == [[-number, 2**62 + p, p] for p in range(world)]
+    rounds = math.ceil(math.log2(world))
+    assert len(set(sent)) == rounds
+    assert len(sent) == 3 * rounds
+
+
+@pytest.mark.parametrize(("world", "spare"), [(2, 1), (3, 0), (4, 1), (5, 0), (6, 0), (7, 0), (8, 0)])
+def test_every_rank_gets_the_numbers_of_all(on_ranks, world, spare):
+    """In as many rounds as the logarithm of the ranks, also in a group that is not the default group."""
+    on_ranks(world, check_numbers, spare=spare)
 
 
 def check_stalled_gathering(group, backward: bool) -> None:
@@ -249,8 +269,9 @@ def test_a_rank_that_comes_late(own_ranks):
     own_ranks.run(WORLD, check_call)
 
 
-def test_a_rank_that_dies_before_a_call(own_ranks):
-    own_ranks.run(WORLD, check_never_there, die, leaving=[2], timeout_s=LONG_S)
+@pytest.mark.parametrize("act", [die, answer_and_die])
+def test_a_rank_that_dies_before_a_call(own_ranks, act):
+    own_ranks.run(WORLD, check_never_there, act, leaving=[2], timeout_s=LONG_S)
     own_ranks.run(2, check_call)
 
 

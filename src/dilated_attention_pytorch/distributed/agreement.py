@@ -24,13 +24,15 @@ import dilated_attention_pytorch
 from dilated_attention_pytorch.call import Call, Sharding
 from dilated_attention_pytorch.distributed.failures import GroupError, named, refusal
 from dilated_attention_pytorch.distributed.groups import backend_for, resolve_group
-from dilated_attention_pytorch.distributed.watch import watch_of
+from dilated_attention_pytorch.distributed.watch import Watch, watch_of
 from dilated_attention_pytorch.orders.kinds import Identity
 from dilated_attention_pytorch.orders.order import Order
 from dilated_attention_pytorch.patterns.blocks import BlockSparse
 from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Inputs
+
+_TAG = 2**30 - 2**11  # of comparisons in rounds. A rank gets at most one message from another in a comparison.
 
 # Hashes that the ranks of a group have agreed on; read only where all ranks know the rows of all.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
@@ -158,13 +160,34 @@ class reporting:  # noqa: N801  a context, named like a function
 
 
 def _gather(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
+    watch, host = watch_of(group), backend_for("cpu", group)
     # NCCL has no CPU tensors.
-    device = "cpu" if backend_for("cpu", group) else dist.get_backend_config(group).split(":")[0]
-    watch, own = watch_of(group), torch.tensor(numbers, device=device)
-    every = torch.empty((watch.world, len(numbers)), dtype=own.dtype, device=device)
+    own = torch.tensor(numbers, device="cpu" if host else dist.get_backend_config(group).split(":")[0])
     with watch.turn("a comparison"), watch.waiting("compare its arguments with the others"):
+        if host == "gloo":
+            return _gather_in_rounds(watch, group, own).tolist()
+        every = own.new_empty((watch.world, len(numbers)))
         dist.all_gather(list(every.unbind()), own, group=group)
     return every.tolist()
+
+
+def _gather_in_rounds(watch: Watch, group: dist.ProcessGroup, own: Tensor) -> Tensor:
+    """The numbers of every rank (world, numbers), in ``ceil(log2(world))`` rounds. Gloo's own gathering has world - 1.
+
+    After a round, rank 4 of 6 ranks has the numbers of ranks 4, 5. After two, of 4, 5, 0, 1. After three it has all.
+    """
+    known = own.new_empty((watch.world, len(own)))  # of this rank and those after it
+    known[0], count = own, 1
+    while count < watch.world:
+        more = min(count, watch.world - count)
+        source, target = (watch.global_ranks[(watch.rank + step) % watch.world] for step in (count, -count))
+        sent = dist.isend(known[:more], target, group, _TAG)
+        received = dist.irecv(known[count : count + more], source, group, _TAG)
+        for handle in (sent, received):
+            assert handle is not None
+            handle.wait()
+        count += more
+    return known.roll(watch.rank, 0)
 
 
 def _gather_objects(group: dist.ProcessGroup, own: Arguments | str) -> list[Any]:

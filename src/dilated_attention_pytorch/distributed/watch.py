@@ -264,8 +264,9 @@ class Watch:
         """Which rank failed, as far as the others answer: one that has died or was stopped does not."""
         if len(wait.peers) == 1 and is_closed:
             return f"rank {wait.peers[0]} has ended or left the group"
-        questions = [number for asked_s, number in self._asked if asked_s >= wait.since_s]
-        while len(questions) < 3:  # the wait was too short for answers
+        # A rank that has only just closed its connections may have answered all earlier questions.
+        questions = [] if is_closed else [number for asked_s, number in self._asked if asked_s >= wait.since_s]
+        while len(questions) < 3:  # no answers yet, for example because the wait was short
             questions.append(self._ask())
             time.sleep(self._period_s)
         states = {rank: self._read("state", rank) for rank in self._suspects(wait)}
