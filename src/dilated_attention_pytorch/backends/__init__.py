@@ -10,7 +10,7 @@ from dilated_attention_pytorch.backends.sdpa import SDPA
 from dilated_attention_pytorch.backends.triton.backend import TRITON
 from dilated_attention_pytorch.execute.loop import TileKernel
 
-# In the order in which "auto" asks them; docs/kernels.md has the measurements.
+# In the order in which "auto" asks them; docs/performance.md has the measurements.
 BACKENDS: tuple[Backend, ...] = (HOPPER, TRITON, SDPA, EAGER, REFERENCE)
 _BY_NAME = {backend.name: backend for backend in BACKENDS}
 
