@@ -252,6 +252,7 @@ def test_a_rank_that_stalls_in_a_gathering(own_ranks, backward):
 
 def check_never_there(group, act) -> None:
     rank, local = dist.get_rank(), [shard_sequence(x, group) for x in whole()]
+    attention(*local, PATTERN, group=group)  # starts the threads that answer the questions of other ranks
     # A rank is through init_process_group while others may still connect to it.
     store = dist.distributed_c10d._get_default_store()
     store.set(f"connected {rank}", "yes")

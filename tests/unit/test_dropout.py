@@ -90,6 +90,19 @@ def test_rate_and_independence_of_the_words():
             assert abs(together - 0.75**2) < 0.007
 
 
+def test_rows_of_two_heads_with_the_same_first_word_differ():
+    seed, n, p, golden = 3, 4096, 0.25, 0x9E3779B1
+    # The stream of a head, as plain_word has it.
+    streams = [mix(mix(mix(mix(mix(seed) + 0) + 0) + h)) for h in (0, 1)]
+    i = 100
+    other = (streams[0] + i * golden - streams[1]) * pow(golden, -1, M32) % M32
+    assert mix(streams[0] + i * golden) == mix(streams[1] + other * golden)
+    first, second = (
+        (words(seed, 0, h, 0, row, torch.arange(n)) < int(p * M32)).double() - p for h, row in ((0, i), (1, other))
+    )
+    assert abs((first * second).sum()) < 4 * (p - p**2) * n**0.5
+
+
 @pytest.mark.parametrize("strides", [(1, 1), (1, 4096), (12, 12), (4096, 1), (2**16, 2**16), (2**20, 2**20)])
 def test_pairs_at_equal_distances_are_independent(strides):
     """Rows and keys of a dilated branch are at equal distances, up to the largest rate: no pattern repeats in them."""

@@ -1,7 +1,7 @@
 """What all ranks must have in common, compared before anything else is sent.
 
-Every call sends one small tensor: the number of this rank's rows, a seed and a hash of all other arguments. No rank can
-skip it because its own arguments did not change: those of another rank may have. Only if hashes differ, or a rank refuses
+In every call, each rank gets three numbers of every rank: its rows, a seed and a hash of all other arguments. No rank can
+skip this because its own arguments did not change: those of another rank may have. Only if hashes differ, or a rank refuses
 its arguments, do the ranks exchange the arguments themselves, and every rank raises.
 """
 
@@ -176,17 +176,17 @@ def _gather_in_rounds(watch: Watch, group: dist.ProcessGroup, own: Tensor) -> Te
 
     After a round, rank 4 of 6 ranks has the numbers of ranks 4, 5. After two, of 4, 5, 0, 1. After three it has all.
     """
-    known = own.new_empty((watch.world, len(own)))  # of this rank and those after it
-    known[0], count = own, 1
-    while count < watch.world:
-        more = min(count, watch.world - count)
-        source, target = (watch.global_ranks[(watch.rank + step) % watch.world] for step in (count, -count))
-        sent = dist.isend(known[:more], target, group, _TAG)
-        received = dist.irecv(known[count : count + more], source, group, _TAG)
+    world, ranks = watch.world, watch.global_ranks
+    known = own.new_empty((world, len(own)))  # of this rank and those after it
+    known[0] = own
+    distances = [2**i for i in range((world - 1).bit_length())]
+    # All receives are posted first: no rank waits until another is in the same round.
+    arriving = [dist.irecv(known[d : min(2 * d, world)], ranks[(watch.rank + d) % world], group, _TAG) for d in distances]
+    for d, received in zip(distances, arriving, strict=True):
+        sent = dist.isend(known[: min(d, world - d)], ranks[(watch.rank - d) % world], group, _TAG)
         for handle in (sent, received):
             assert handle is not None
             handle.wait()
-        count += more
     return known.roll(watch.rank, 0)
 
 

@@ -17,9 +17,14 @@ def entries_of(counts: Tensor, starts: Tensor, total: int) -> tuple[Tensor, Tens
     ``counts`` and ``starts`` are (lists,), and ``total`` is the sum of the counts.
     """
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=total)
+    return rows, places_of(counts, starts, total)
+
+
+def places_of(counts: Tensor, starts: Tensor, total: int) -> Tensor:
+    """The same without the list numbers."""
     # repeat_interleave and index_select take a third to half of the time of indexing.
     before = (starts - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=total)
-    return rows, before.add_(torch.arange(total, device=counts.device))
+    return before.add_(torch.arange(total, device=counts.device))
 
 
 def transposed_entries(columns: Tensor, readers: Tensor, lists: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from dilated_attention_pytorch.backends.gpu.running import BlockSpan, RunningBlocks
 from dilated_attention_pytorch.backends.gpu.tables import BLOCK_COLUMNS, keep_for_device
-from dilated_attention_pytorch.patterns.lists import BlockLists, entries_of, transposed_entries
+from dilated_attention_pytorch.patterns.lists import BlockLists, places_of, transposed_entries
 from dilated_attention_pytorch.plan.lists import lists_of
 from dilated_attention_pytorch.plan.problem import Problem
 from dilated_attention_pytorch.plan.sequences import Span
 
-# Lists with more entries are transposed on the host, because the device needs about 40 bytes of memory for an entry.
+# Lists with more entries are transposed on the host, because the device needs about 50 bytes of memory for an entry.
 _MOST_ON_DEVICE = 2**22
 _FIRST_LIST, _LIST_STEP = BLOCK_COLUMNS.index("first_list"), BLOCK_COLUMNS.index("list_step")
 
@@ -82,7 +82,8 @@ class BlockTables:
         keys = sum(b * span.length for b, (span, _) in zip(samples, sequences, strict=True))
         self.queries_covered = queries == problem.batch * problem.queries
         self.keys_covered = keys == problem.batch * problem.keys
-        self._sequences = sequences
+        # Without their indices, of which ``indices`` may be a copy.
+        self._sequences = [(span, replace(own, indices=_none(torch.int32))) for span, own in sequences]
         starts, self.indices = _joined([own for _, own in sequences])
         counts = torch.cat([_none(torch.int64), *(own.counts.flatten() for _, own in sequences)])
         self._lists = counts, starts
@@ -145,10 +146,10 @@ class BlockTables:
         return self._transposed(self._numbers_on_device, chosen.flatten())
 
     def _transposed(self, numbers: _ListNumbers, indices: Tensor) -> BlockTable:
-        _, entries = entries_of(numbers.counts, numbers.starts, numbers.entries)
+        places = places_of(numbers.counts, numbers.starts, numbers.entries)
         columns = numbers.columns.repeat_interleave(numbers.counts, output_size=numbers.entries)
         readers = numbers.readers.repeat_interleave(numbers.counts, output_size=numbers.entries)
-        columns.add_(indices.index_select(0, entries))
+        columns.add_(indices.index_select(0, places))
         counts, starts, indices = transposed_entries(columns, readers, numbers.transposed)
         rows = _longest_first(numbers.key_rows, counts, self.heads)
         return BlockTable(rows, counts.to(torch.int32), starts, indices, self.keys_covered)
