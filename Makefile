@@ -12,7 +12,7 @@ OLDEST_TRANSFORMERS := $(VENV)/transformers-5.17.0
 help:
 	@echo "make demo      run dilated attention on a real text, next to dense attention"
 	@echo "make quick     run the tests for before a commit, in about 2 minutes on 2 cores"
-	@echo "make test      run all tests that need no GPU, in 8 to 11 minutes on 2 cores"
+	@echo "make test      run all tests that need no GPU, in 8 to 12 minutes on 2 cores"
 	@echo "make check     ruff and mypy"
 	@echo "make format    let ruff format and fix the sources"
 	@echo "make bench     measure on this machine's CPU; ARGS=\"--out FILE\" writes the results"
