@@ -92,7 +92,7 @@ def test_rate_and_independence_of_the_words():
 
 def test_rows_of_two_heads_with_the_same_first_word_differ():
     seed, n, p, golden = 3, 4096, 0.25, 0x9E3779B1
-    # The stream of a head, as plain_word has it.
+    # What plain_word calls the stream of a head.
     streams = [mix(mix(mix(mix(mix(seed) + 0) + 0) + h)) for h in (0, 1)]
     i = 100
     other = (streams[0] + i * golden - streams[1]) * pow(golden, -1, M32) % M32
@@ -117,7 +117,7 @@ def test_pairs_at_equal_distances_are_independent(strides):
         for a, b in itertools.product((1, 3, 16, 256), repeat=2):  # the four corners of rectangles
             corners = dropped[a:, b:] * dropped[:-a, :-b] * dropped[a:, :-b] * dropped[:-a, b:]
             z.append(corners.sum().reshape(1) / corners.numel() ** 0.5 / (p - p**2) ** 2)
-    scores = torch.cat(z)  # of normal distribution if independent
+    scores = torch.cat(z)  # normally distributed if pairs are independent
     assert abs(scores.square().mean() - 1.0) < 0.06  # the standard deviation is 0.016
     assert scores.abs().max() < 5.5
 

@@ -32,7 +32,8 @@ from dilated_attention_pytorch.patterns.dilated import Dilated
 from dilated_attention_pytorch.shards import Shards
 from dilated_attention_pytorch.values import Inputs
 
-_TAG = 2**30 - 2**11  # of comparisons in rounds. A rank gets at most one message from another in a comparison.
+# The tag of comparisons. In a comparison, a rank gets at most one message from each other rank.
+_TAG = 2**30 - 2**11
 
 # Hashes that the ranks of a group have agreed on; read only where all ranks know the rows of all.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
@@ -172,7 +173,7 @@ def _gather(group: dist.ProcessGroup, numbers: list[int]) -> list[list[int]]:
 
 
 def _gather_in_rounds(watch: Watch, group: dist.ProcessGroup, own: Tensor) -> Tensor:
-    """The numbers of every rank (world, numbers), in ``ceil(log2(world))`` rounds. Gloo's own gathering has world - 1.
+    """The numbers of every rank (world, numbers), in ``ceil(log2(world))`` rounds. Gloo's all_gather has world - 1 steps.
 
     After a round, rank 4 of 6 ranks has the numbers of ranks 4, 5. After two, of 4, 5, 0, 1. After three it has all.
     """
@@ -180,7 +181,7 @@ def _gather_in_rounds(watch: Watch, group: dist.ProcessGroup, own: Tensor) -> Te
     known = own.new_empty((world, len(own)))  # of this rank and those after it
     known[0] = own
     distances = [2**i for i in range((world - 1).bit_length())]
-    # All receives are posted first: no rank waits until another is in the same round.
+    # All receives are posted first, so that no send waits until its receiver is in the same round.
     arriving = [dist.irecv(known[d : min(2 * d, world)], ranks[(watch.rank + d) % world], group, _TAG) for d in distances]
     for d, received in zip(distances, arriving, strict=True):
         sent = dist.isend(known[: min(d, world - d)], ranks[(watch.rank - d) % world], group, _TAG)

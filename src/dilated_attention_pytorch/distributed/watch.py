@@ -266,7 +266,7 @@ class Watch:
             return f"rank {wait.peers[0]} has ended or left the group"
         # A rank that has only just closed its connections may have answered all earlier questions.
         questions = [] if is_closed else [number for asked_s, number in self._asked if asked_s >= wait.since_s]
-        while len(questions) < 3:  # no answers yet, for example because the wait was short
+        while len(questions) < 3:  # too few were asked, for example because the wait was short
             questions.append(self._ask())
             time.sleep(self._period_s)
         states = {rank: self._read("state", rank) for rank in self._suspects(wait)}

@@ -21,7 +21,7 @@ def entries_of(counts: Tensor, starts: Tensor, total: int) -> tuple[Tensor, Tens
 
 
 def places_of(counts: Tensor, starts: Tensor, total: int) -> Tensor:
-    """The same without the list numbers."""
+    """Return the index of every entry of every list, in order. The arguments are those of ``entries_of``."""
     # repeat_interleave and index_select take a third to half of the time of indexing.
     before = (starts - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=total)
     return before.add_(torch.arange(total, device=counts.device))

@@ -31,10 +31,10 @@ def words(seed: Any, sample: Any, head: Any, branch: int, i: Any, j: Any) -> Any
     """
     stream = mix(mix(seed & _MASK) + ((seed >> 32) & _MASK))
     stream = mix(mix(mix(stream + sample) + head) + branch)
-    # Two words per row: rows of different heads may have the same first one, and drop different keys all the same.
+    # A row has two words, so that rows of different heads with the same first word drop different keys.
     row = mix(stream + (i * 0x9E3779B1 & _MASK))
     other = mix(stream ^ 0x7F4A7C15) + (i * 0x2C1B3C6D & _MASK)
-    # The rest is computed for every pair, and decides about the speed of kernels.
+    # The rest is computed for every pair, so it decides about the speed of kernels.
     x = row ^ (j * 0x85157AF5 & _MASK)
     x = ((x ^ (x >> 16)) * 0x85EBCA6B + other) & _MASK
     return ((x ^ (x >> 15)) * 0xC2B2AE35) & _MASK

@@ -82,7 +82,7 @@ class BlockTables:
         keys = sum(b * span.length for b, (span, _) in zip(samples, sequences, strict=True))
         self.queries_covered = queries == problem.batch * problem.queries
         self.keys_covered = keys == problem.batch * problem.keys
-        # Without their indices, of which ``indices`` may be a copy.
+        # The lists are kept without their indices, because ``indices`` may be a copy of them.
         self._sequences = [(span, replace(own, indices=_none(torch.int32))) for span, own in sequences]
         starts, self.indices = _joined([own for _, own in sequences])
         counts = torch.cat([_none(torch.int64), *(own.counts.flatten() for _, own in sequences)])
