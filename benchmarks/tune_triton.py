@@ -1,4 +1,4 @@
-"""Tile sizes of the portable kernels, dilated and over block lists, on one GPU: time and error of each.
+"""Tile sizes of the portable kernels, dilated (also with dropout) and over block lists, on one GPU: time and error of each.
 
     PYTHONPATH=src python3 benchmarks/tune_triton.py [--only 'float32 blocks dq 64,bfloat16 dilated dq 256'] [--out FILE]
 
@@ -25,7 +25,7 @@ from dilated_attention_pytorch import BlockSparse, Dilated, attention
 from dilated_attention_pytorch.backends.gpu.portable import TritonConfig as Config
 from dilated_attention_pytorch.backends.triton import block_run, run
 
-MODULES = {"dilated": run, "blocks": block_run}
+MODULES = {"dilated": run, "dropout": run, "blocks": block_run}
 SHIPPED = {name: module._configs for name, module in MODULES.items()}
 # No 64 rows with 8 warps and blocks of 16: see configs.py.
 WITHOUT = {64: Config(64, 32, 4, 2, "ieee"), 128: Config(32, 32, 4, 1, "ieee")}
@@ -34,7 +34,7 @@ DQ = {64: [(128, 32, 8, 1), (64, 32, 4, 2)], 128: [(32, 32, 4, 1), (32, 32, 8, 1
 DKV = {64: [(32, 128, 8, 1), (32, 64, 4, 2)], 128: [(32, 32, 4, 1), (32, 32, 8, 1)]}
 CANDIDATES = {
     f"float32 {module} {kernel} {d}": [WITHOUT[d], *(Config(*sizes) for sizes in table[d])]
-    for module in MODULES
+    for module in ("dilated", "blocks")
     for kernel, table in (("forward", FORWARD), ("dq", DQ), ("dkv", DKV))
     for d in (64, 128)
 }
@@ -54,16 +54,25 @@ HALF_256 = {
     "dq 256": [(128, 32, 8, 1), (64, 32, 8, 1), (128, 16, 8, 1), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2)],
     "dkv 256": [(32, 32, 4, 2), (32, 32, 4, 1), (32, 64, 8, 1), (64, 32, 4, 1), (64, 32, 8, 1), (128, 32, 8, 1)],
 }
-for module, tables in (("dilated", HALF_256), ("blocks", HALF_BLOCKS | HALF_256)):
+HALF_DROPOUT = {
+    "forward 64": [(128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3)],
+    "dq 64": [(64, 64, 4, 3), (64, 32, 4, 3), (128, 32, 8, 3), (128, 64, 8, 3)],
+    "dkv 64": [(64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 4, 3), (32, 128, 8, 3)],
+}
+for module, tables in (("dilated", HALF_256), ("dropout", HALF_DROPOUT), ("blocks", HALF_BLOCKS | HALF_256)):
     for kernel, several in tables.items():
         CANDIDATES[f"bfloat16 {module} {kernel}"] = [Config(*sizes) for sizes in several]
 
 
 def pattern_of(module: str, n: int) -> Dilated | BlockSparse:
-    if module == "dilated":
+    if module != "blocks":
         return gpu.PAPER
     mask = torch.rand(n // 128, n // 128, generator=torch.Generator().manual_seed(0)) < 0.1
     return BlockSparse.custom((mask | torch.eye(n // 128, dtype=torch.bool)).to(gpu.GPU), block_size=128)
+
+
+def options_of(module: str) -> dict[str, float]:
+    return {"dropout_p": 0.1, "seed": 1} if module == "dropout" else {}
 
 
 def tensors(n: int, dtype: str, head_dim: str) -> list[torch.Tensor]:
@@ -88,8 +97,9 @@ def error(name: str) -> float:
     torch.manual_seed(0)
     x, pattern = tensors(2048, dtype, head_dim), pattern_of(module, 2048)
     dout = torch.randn_like(x[0])
-    exact = grads(partial(attention, pattern=pattern, backend="eager"), [y.double() for y in x], dout.double())
-    ours = grads(partial(attention, pattern=pattern, backend="triton"), x, dout)
+    call = partial(attention, pattern=pattern, **options_of(module))
+    exact = grads(partial(call, backend="eager"), [y.double() for y in x], dout.double())
+    ours = grads(partial(call, backend="triton"), x, dout)
     errors = [float((a - e).norm() / e.norm()) for a, e in zip(ours, exact, strict=True)]
     return errors[0] if kernel == "forward" else max(errors[1:])
 
@@ -102,7 +112,7 @@ def compiled(job: tuple[str, Config]) -> float:
 def milliseconds(name: str, backend: str) -> float:
     dtype, module, kernel, head_dim = name.split()
     x, pattern = tensors(2**15, dtype, head_dim), pattern_of(module, 2**15)
-    call = partial(attention, *x, pattern, backend=backend)
+    call = partial(attention, *x, pattern, backend=backend, **options_of(module))
     if kernel == "forward":
         return gpu.milliseconds(torch.no_grad()(call), 3)
     out = call()
@@ -117,7 +127,7 @@ def main() -> None:
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(CANDIDATES)
     jobs = [(name, config) for name in names for config in CANDIDATES[name]]
-    with multiprocessing.get_context("spawn").Pool(12, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("spawn").Pool(14, maxtasksperchild=1) as pool:
         errors = pool.map(compiled, jobs, chunksize=1)
     report = {
         "command": f"PYTHONPATH=src python3 benchmarks/tune_triton.py --only '{','.join(names)}'",
@@ -127,7 +137,7 @@ def main() -> None:
     print("kernel                        rows, keys, warps, stages, products        ms   error")
     for name in names:
         for backend, config, found in (
-            ("sdpa", None, None),
+            *((("sdpa", None, None),) if "dropout" not in name else ()),
             *(("triton", c, e) for (n, c), e in zip(jobs, errors, strict=True) if n == name),
         ):
             if config is not None:

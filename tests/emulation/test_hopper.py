@@ -86,6 +86,32 @@ def check_with_oracle(head_dim, is_causal):
     oracle.assert_rounding_only(results(call, *x), results(oracle.plain(pattern, is_causal), *x), exact, torch.float32)
 
 
+@pytest.fixture
+def choose(monkeypatch):
+    """A function that gives all forwards the configuration of short tiles, or none."""
+    from dilated_attention_pytorch.backends.hopper import configs, run
+
+    def chosen(short):
+        def config(_, head_dim):
+            known = configs.configs(head_dim)
+            return known.short.config if short else known.forward
+
+        monkeypatch.setattr(run, "forward_config", config)
+
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "short", "is_causal"),
+    [(64, False, False), (64, False, True), (40, False, True), (128, False, True), (128, True, False), (104, True, False)],
+)
+def test_forwards_that_these_tiles_do_not_have(head_dim, short, is_causal, install, choose):
+    """Blocks of 128 keys where ``test_head_sizes`` has blocks of 64, and the reverse."""
+    install()
+    choose(short)
+    check_with_oracle(head_dim, is_causal)
+
+
 CASES = {
     "one branch": (Dilated([200], [1]), 300, 300, {}),
     "no branch has all rows": (Dilated([128, 300], [2, 6]), 300, 300, {}),
@@ -112,6 +138,14 @@ def test_what_is_served(case, at_once, install):
     pattern, n, m, options = CASES[case]
     install(at_once=at_once)
     check(pattern, tensors(n, m, 64, batch=2 if {"lengths", "mixing_gradient"} & options.keys() else 1), **options)
+
+
+@pytest.mark.parametrize("case", ["a chain of parts", "causal lengths", "padding as the authors have it"])
+def test_what_is_served_with_blocks_of_128_keys(case, install, choose):
+    pattern, n, m, options = CASES[case]
+    install()
+    choose(short=False)
+    check(pattern, tensors(n, m, 64, batch=2 if "lengths" in options else 1), **options)
 
 
 # One descriptor serves each tensor where the only branch has tiles of whole blocks.
@@ -243,7 +277,7 @@ def test_any_problem(data, install):
         assert error < 2e-6 * (size + float(x[3].norm())), f"{name}: {error}"
 
 
-def check_block_ring(group, is_causal: bool, layout: str) -> None:
+def check_block_ring(group, is_causal: bool, layout: str, head_dim: int) -> None:
     import gluon_on_cpu
 
     mask = torch.ones(4, 4, dtype=torch.bool)
@@ -252,8 +286,8 @@ def check_block_ring(group, is_causal: bool, layout: str) -> None:
     chunks = Shards.of([256, 256 if layout == "zigzag" else 180], layout).chunks
     own = [row for chunk in chunks[dist.get_rank()] for row in chunk]
     n = max(chunk.stop for own_chunks in chunks for chunk in own_chunks)
-    q, dout = torch.randn(2, 1, n, 2, 64, generator=torch.Generator().manual_seed(0))
-    k, v = torch.randn(2, 1, n, 1, 64, generator=torch.Generator().manual_seed(1))
+    q, dout = torch.randn(2, 1, n, 2, head_dim, generator=torch.Generator().manual_seed(0))
+    k, v = torch.randn(2, 1, n, 1, head_dim, generator=torch.Generator().manual_seed(1))
     # Scores of these queries are larger by 91 nats in the second key block than in the first: sums overflow.
     q[:, ::7, :, 0] = 27.0
     k[:, 128:256, :, 0] = 27.0
@@ -269,10 +303,37 @@ def check_block_ring(group, is_causal: bool, layout: str) -> None:
     assert set(launched) == {"block_forward_kernel", "block_dq_kernel", "block_dkv_kernel"}
 
 
-@pytest.mark.parametrize(("is_causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
-def test_block_rings(on_ranks, is_causal, layout):
+@pytest.mark.parametrize(
+    ("is_causal", "layout", "head_dim"), [(False, "contiguous", 64), (True, "contiguous", 48), (True, "zigzag", 64)]
+)
+def test_block_rings(on_ranks, is_causal, layout, head_dim):
     """Block lists of ranks by Hopper kernels: own chunks, chunks with each other, messages; with rows that overflow."""
-    on_ranks(2, check_block_ring, is_causal, layout)
+    on_ranks(2, check_block_ring, is_causal, layout, head_dim)
+
+
+def check_rows_without_keys(group) -> None:
+    import gluon_on_cpu
+
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[0, 2:] = False  # the first block of rank 0 sees nothing of rank 1
+    pattern = BlockSparse.custom(mask, block_size=128)
+    q, k, v = torch.randn(3, 1, 512, 1, 64, generator=torch.Generator().manual_seed(0))
+    expected, expected_lse = attention(q, k, v, pattern, backend="reference", return_lse=True)
+    v[:, 256:260] = torch.tensor([math.nan, math.inf] * 2)[:, None, None]  # what the first block does not see
+    own = slice(dist.get_rank() * 256, dist.get_rank() * 256 + 256)
+    with pytest.MonkeyPatch.context() as patch:
+        gluon_on_cpu.installed(patch, programs=2, element="bfloat16")
+        sharding = Sharding(group, "contiguous", transport="ring")
+        out, lse = ours(pattern, group=sharding)(*(x[:, own] for x in (q, k, v)))
+    assert torch.allclose(lse, expected_lse[..., own], rtol=1e-5, atol=1e-5)
+    if dist.get_rank() == 0:
+        assert torch.allclose(out[:, :128], expected[:, :128], rtol=1e-5, atol=1e-5)
+        assert not out[:, 128:].isfinite().any()
+
+
+def test_rows_that_see_no_key_of_a_message_keep_what_they_hold(on_ranks):
+    """Its values are read with weights of 0, and not all are finite."""
+    on_ranks(2, check_rows_without_keys)
 
 
 def check_ring(group, is_causal: bool, layout: str, at_once: bool, head_dim: int) -> None:

@@ -159,6 +159,16 @@ def test_hopper_kernels(row, kernel):
     assert used["warp_barriers"] == (kernel == "forward")  # end_together
 
 
+MULTIPROCESSOR_SHARED = 228 * 1024  # bytes of shared memory, of which each program takes 1 KiB more than it asks for
+
+
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.machine_code)])
+def test_hopper_forward_of_short_tiles(head_dim):
+    (used,) = compiled([["hopper short", head_dim, True, 1, 8]])
+    check_hopper(used, "forward")
+    assert TABLE[head_dim].short.config.programs * (used["shared_bytes"] + 1024) <= MULTIPROCESSOR_SHARED
+
+
 @pytest.mark.machine_code  # for its time: the code differs from that of the forward above in descriptors alone
 def test_hopper_forward_with_one_descriptor_of_each_tensor():
     (used,) = compiled([["hopper forward", 128, True, 1, 0, False, False, True]])

@@ -342,6 +342,31 @@ def test_gradients_at_once_where_they_pay(tokens, w, head_dim, at_once, is_causa
         assert (config is not None) is (branches == most and head_dim not in (32, 80))
 
 
+@pytest.mark.parametrize(
+    ("w", "r", "head_dim", "is_causal", "short"),
+    [
+        ([128, 256, 512], [1, 2, 4], 64, False, True),
+        ([256], [1], 48, False, True),
+        ([128, 257], [1, 1], 64, False, False),
+        ([257], [2], 64, False, True),
+        ([512], [1], 64, True, True),
+        ([513], [1], 64, True, False),
+        ([128], [1], 128, False, False),
+        ([512], [1], 128, True, True),
+        ([128], [1], 80, True, False),
+        ([128], [1], 32, False, False),
+    ],
+)
+def test_forward_of_short_tiles(w, r, head_dim, is_causal, short):
+    """Up to 256 rows, or 512 causal ones: the pattern decides, however short or long the sequences are."""
+    from dilated_attention_pytorch.backends.hopper.configs import configs, forward_config
+
+    known = configs(head_dim)
+    for n, lengths in ((40, None), (2**16, (0, 40, 2**16))):
+        config = forward_config(Problem(Dilated(w, r), is_causal, 1, n, n, 4, 4, None, lengths), head_dim)
+        assert config is (known.short.config if short else known.forward)
+
+
 def test_gradients_of_few_rows_are_not_added_up_in_turns():
     """All items of 2**16 keys would wait for one another at 300 queries; so would the 16 of a document of 2 heads."""
     from dilated_attention_pytorch.backends.hopper.configs import joint_config

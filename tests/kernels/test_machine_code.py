@@ -178,6 +178,24 @@ def test_hopper_forward_with_one_descriptor_of_each_tensor():
         assert {x["products"] for x in used["loops"]} == {PRODUCTS["forward"][case[0]]}
 
 
+def test_hopper_forward_of_short_tiles():
+    (used,) = compiled([["hopper short", 128, True, 1, 8]])
+    check_hopper("forward", used)
+
+
+def test_hopper_forward_of_short_tiles_by_two_programs():
+    """With 104 registers, the assembler waits for each product at once."""
+    cases = [64, True, 1, 0, False, False, True], [64, False, 1, 8]
+    for used in compiled([["hopper short", *case] for case in cases]):
+        assert used["registers"] == 80  # when the program starts; two programs have 1,920 of 2,048
+        assert used["overwritten_operands"] == []
+        assert used["arrivals"][1] == []
+        assert used["narrow_stores"] == 8
+        for loop in used["loops"]:
+            assert loop["local_memory"] <= 12
+            assert loop["products"] == 8
+
+
 def test_hopper_kernel_of_all_gradients():
     cases = [48, False, 2, 0], [64, True, 1, 32], [128, True, 1, 8], [128, False, 2, 0, False, True]
     for case, used in zip(cases, compiled([["hopper joint", *case] for case in cases]), strict=True):

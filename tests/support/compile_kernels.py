@@ -5,6 +5,7 @@
     echo '[90, "dropout forward", 2, 64, 64, 64, 4, 3]' | ... the same, with dropout
     echo '[90, "hopper forward", 64]' | ...                  kernel, head size [, final, group, parts, single]
     echo '[90, "hopper joint", 64]' | ...                    the same, all gradients
+    echo '[90, "hopper short", 64]' | ...                    the same, forward of short tiles
     echo '[90, "sorted merge", 2, 64, 3]' | ...              kernel, element size, head size, branches
     echo '[86, "block forward", 2, 64, 128]' | ...           kernel, element size, head size, block size
     echo '[90, "hopper block dq", 64, 128, true, 1]' | ...   kernel, head size, block size, causal, group
@@ -186,7 +187,8 @@ def hopper_usage(
     *,
     capability,
 ):
-    config = getattr(hopper_configs.configs(head_dim), kernel)
+    known = hopper_configs.configs(head_dim)
+    config, kernel = (known.short.config, "forward") if kernel == "short" else (getattr(known, kernel), kernel)
     constants = {
         "D": head_dim,
         "BLOCK_D": padded(head_dim),
@@ -204,7 +206,8 @@ def hopper_usage(
         constants["SCALED"] = running
     if kernel == "forward":
         constants["WHOLE"] = whole
-    options = {"num_warps": 4, "maxnreg": persistent.constants(config, head_dim)["maxnreg"]}
+        constants["PROGRAMS"] = config.programs
+    options = {"num_warps": 4, "maxnreg": persistent.start_registers(config)}
     single = RESULTS if single_results else ()
     return compiled_usage(GluonASTSource, HOPPER[kernel], constants, 2, options, single, capability=capability)
 
@@ -225,7 +228,7 @@ def hopper_block_usage(kernel, head_dim, block_size, causal, group, running=Fals
         constants["group"] = 1
     if kernel == "dkv":
         constants["OVERLAP"] = config.overlap
-    options = {"num_warps": 4, "maxnreg": persistent.START_REGISTERS[config.helpers]}
+    options = {"num_warps": 4, "maxnreg": persistent.start_registers(config)}
     return compiled_usage(GluonASTSource, HOPPER_BLOCKS[kernel], constants, 2, options, capability=capability)
 
 

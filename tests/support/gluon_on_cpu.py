@@ -292,7 +292,7 @@ FAKES = {
     "warpgroup_mma": product,
     "warpgroup_mma_wait": _wait_products,
     "fence_async_shared": races.fence,
-    "prefetch_rows": lambda *_: None,
+    "_prefetch": lambda *_: None,
     # A launch begins when the one before is done.
     "gdc_launch_dependents": lambda: None,
     "gdc_wait": lambda: None,

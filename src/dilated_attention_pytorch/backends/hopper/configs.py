@@ -24,6 +24,7 @@ class HopperConfig:
     # Forward: tiles of whole blocks are loaded through one descriptor of each tensor, if they have at most this many rows.
     whole_rows: int = 0
     helpers: int = 0  # groups of four warps beside the two that compute 64 rows each
+    programs: int = 1  # on each multiprocessor: they share its registers and its shared memory
 
 
 # The programs of the joint backward start one after the other, and dq is rounded in a separate step. This costs more than
@@ -44,6 +45,20 @@ class JointUse:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortTiles:
+    """The forward of patterns whose tiles have at most so many rows.
+
+    The groups of a program have blocks of 64 keys, and skip those that they do not see: of a causal tile of 256 rows, 10
+    instead of 16 squares of 64 by 64 pairs. An item of one or two blocks is a chain of waits (loads, products, exponentials,
+    stores). Two programs on a multiprocessor fill the waits of each other, if registers suffice.
+    """
+
+    config: HopperConfig
+    full: int
+    causal: int
+
+
+@dataclass(frozen=True, slots=True)
 class HopperConfigs:
     """One configuration per kernel."""
 
@@ -52,6 +67,7 @@ class HopperConfigs:
     dkv: HopperConfig
     joint: HopperConfig | None = None  # all gradients at once, see joint_config
     joint_use: JointUse | None = None
+    short: ShortTiles | None = None
 
 
 # By the head size, up to this one. benchmarks/results/h200_tune_hopper.json has candidates at 64 and 128, measured with
@@ -66,6 +82,7 @@ TABLE = {
         HopperConfig(64, 8, 2, overlap=True),
         HopperConfig(64, 4, 2, helpers=1),
         JointUse(pairs=2**28, keys=256, branches=32),
+        ShortTiles(HopperConfig(64, 4, 0, whole_rows=1024, programs=2), full=256, causal=512),
     ),
     96: HopperConfigs(HopperConfig(128, 3, 0), HopperConfig(64, 5, 1), HopperConfig(64, 4, 1)),
     128: HopperConfigs(
@@ -74,6 +91,7 @@ TABLE = {
         HopperConfig(64, 4, 0),
         HopperConfig(64, 2, 0),
         JointUse(pairs=2**30, keys=1024, branches=8),
+        ShortTiles(HopperConfig(64, 6, 0, whole_rows=2**40), full=0, causal=512),
     ),
 }
 _BY_HEAD_DIM = {d: next(TABLE[size] for size in TABLE if size >= d) for d in range(1, max(TABLE) + 1)}
@@ -82,6 +100,19 @@ _BY_HEAD_DIM = {d: next(TABLE[size] for size in TABLE if size >= d) for d in ran
 def configs(head_dim: int) -> HopperConfigs:
     """The configurations for a head size."""
     return _BY_HEAD_DIM[head_dim]
+
+
+def forward_config(problem: Problem, head_dim: int) -> HopperConfig:
+    """The configuration of the forward.
+
+    The pattern chooses it, not the length: so the bits of a sequence do not depend on what else the batch holds.
+    """
+    known = configs(head_dim)
+    if known.short is None or isinstance(problem, RunningProblem):
+        return known.forward
+    longest = max(-(-w // r) for w, r in problem.dilated.branches)
+    most = known.short.causal if problem.is_causal else known.short.full
+    return known.short.config if longest <= most else known.forward
 
 
 _MULTIPROCESSORS = 132  # of an H100 or H200

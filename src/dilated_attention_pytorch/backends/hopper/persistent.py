@@ -20,8 +20,7 @@ from dilated_attention_pytorch.backends.hopper.configs import HopperConfig
 from dilated_attention_pytorch.execute.loop import positive_scale
 from dilated_attention_pytorch.values import Saved
 
-# Per thread at the start, without and with a third group of warps: 12 or 16 warps share 65,536. Groups then exchange some.
-START_REGISTERS = 168, 128
+_REGISTERS = 65_536  # of a multiprocessor
 # Of a program, for descriptors of 128 bytes. The joint kernel has two for each of five tensors and one for the sums of dq.
 # The forward has two for each of three tensors in each of two passes.
 _SCRATCH_BYTES = 1536
@@ -64,7 +63,14 @@ def with_scratch(call: Callable[[], None], programs: int, device: torch.device) 
 def constants(config: HopperConfig, head_dim: int) -> dict[str, Any]:
     """The constants of all Hopper kernels."""
     fixed = {"D": head_dim, "BLOCK_D": padded(head_dim), "STAGES": config.stages, "HELD": config.held}
-    return fixed | {"num_warps": 4, "maxnreg": START_REGISTERS[config.helpers]}
+    return fixed | {"num_warps": 4, "maxnreg": start_registers(config)}
+
+
+def start_registers(config: HopperConfig) -> int:
+    """Registers of a thread when a program starts. Its groups of warps then exchange some."""
+    # Two groups that compute 64 rows each, further ones, and one for the warps that load and look ahead.
+    warps = config.programs * 4 * (2 + config.helpers + 1)
+    return _REGISTERS // (32 * warps) // 8 * 8
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -26,7 +26,14 @@ from dilated_attention_pytorch.backends.gpu.portable import (
 )
 from dilated_attention_pytorch.backends.gpu.running import RunningProblem
 from dilated_attention_pytorch.backends.hopper import persistent
-from dilated_attention_pytorch.backends.hopper.configs import ITEM_ROWS, MOST_LINES, HopperConfig, configs, joint_config
+from dilated_attention_pytorch.backends.hopper.configs import (
+    ITEM_ROWS,
+    MOST_LINES,
+    HopperConfig,
+    configs,
+    forward_config,
+    joint_config,
+)
 from dilated_attention_pytorch.backends.hopper.kernels.common import PART_FACTS, in_fours
 from dilated_attention_pytorch.backends.hopper.kernels.dkv import dkv_kernel
 from dilated_attention_pytorch.backends.hopper.kernels.dq import dq_kernel
@@ -90,7 +97,7 @@ def _launches(
         # The programs of the joint kernel take the next item that no program has taken. Others have an order of items.
         taken = (number,) if kernel is joint_kernel else (len(one.order),)
         orders = () if kernel is joint_kernel else (one.order,)
-        programs = min(one.programs, multiprocessors(one.table.device))
+        programs = min(one.programs, multiprocessors(one.table.device) * how.config.programs)
         tables = one.table, plan.layout, plan.offsets, *orders
         all_numbers = one.table.shape[0], one.programs, *taken, *row_strides(how.strides), *numbers
         launches.append((True, KernelLaunch(kernel, programs, tables, all_numbers, {**mode, **_constants(how, one)})))
@@ -105,7 +112,7 @@ def _heads(plan: LaunchPlan) -> tuple[int, ...]:
 
 def _forward_launches(plan: LaunchPlan, how: ItemOptions) -> _Launches:
     numbers = plan.problem.queries, *_heads(plan), how.scale * LOG2_E
-    mode = {"BLOCK_N": how.config.block, "WHOLE": _is_whole(plan, how)}
+    mode = {"BLOCK_N": how.config.block, "WHOLE": _is_whole(plan, how), "PROGRAMS": how.config.programs}
     return _launches(forward_kernel, portable.forward_launches, plan, how, numbers, **mode)
 
 
@@ -156,10 +163,10 @@ def _launch(launches: _Launches, tensors: tuple[Tensor, ...], adding: tuple[Tens
 
 
 def _plan(
-    problem: Problem, x: Tensor, *, by_keys: bool, separate: bool = False, own_deltas: bool = False
+    problem: Problem, x: Tensor, *, by_keys: bool, programs: int = 1, separate: bool = False, own_deltas: bool = False
 ) -> LaunchPlan:  # fmt: skip
     d, device = x.shape[-1], x.device
-    own: dict[str, Any] = {"separate": True} if separate else {"persistent": multiprocessors(device)}
+    own: dict[str, Any] = {"separate": True} if separate else {"persistent": multiprocessors(device) * programs}
     own["own_deltas"] = own_deltas
     return find_launch_plan(problem, block=ITEM_ROWS, by_keys=by_keys, head_dim=d, device=device, **own)
 
@@ -170,10 +177,12 @@ def forward(
     """The attention of a dilated problem, see ``TableBackend.forward``."""
     query, scale = persistent.scaled_query(inputs.query, options.scale)
     query, key, value = aligned(query), aligned(inputs.key), aligned(inputs.value)
-    plan, d = _plan(problem, query, by_keys=False), query.shape[-1]
+    d = query.shape[-1]
+    config = config or forward_config(problem, d)
+    plan = _plan(problem, query, by_keys=False, programs=config.programs)
     *partial, out, lse = portable.forward_buffers(query, plan, given)
     strides = query.stride(), key.stride(), value.stride()
-    how = ItemOptions(d, strides, config or configs(d).forward, scale)
+    how = ItemOptions(d, strides, config, scale)
     tensors = (query, key, value, *partial, out, lse)
     _launch(plan.once(_forward_launches, how), tensors, (*tensors, lse, lse))
     return Results(out, lse)

@@ -28,6 +28,8 @@ _HOPPER = {
     (4, 128): _configs((128, 32, 8, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
     (4, 256): _configs((32, 32, 8, 1), (32, 16, 8, 1, "ieee"), (16, 32, 8, 1, "ieee")),
 }
+# With dropout; the rest is as without: benchmarks/results/h200_tune_dropout.json.
+_HOPPER_DROPOUT = _HOPPER | {(2, 64): replace(_HOPPER[2, 64], dkv=TritonConfig(32, 64, 4, 3))}
 # All other GPUs: these fit into 99 KiB, the least shared memory of a block on any of them. The tests compile them for
 # sm_80, sm_89, sm_100 and sm_120. They were not measured.
 _OTHER = {
@@ -42,9 +44,9 @@ _OTHER = {
 _HOPPER_BLOCKS = _HOPPER | {(2, 128): _configs((128, 64, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2))}
 
 
-def configs(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> TritonConfigs:
+def configs(capability: tuple[int, int], dtype: torch.dtype, head_dim: int, *, dropout: bool = False) -> TritonConfigs:
     """The configurations for a GPU, an element type and a head size."""
-    table = _HOPPER if capability[0] == 9 else _OTHER
+    table = _OTHER if capability[0] != 9 else _HOPPER_DROPOUT if dropout else _HOPPER
     return table[dtype.itemsize, max(64, padded(head_dim))]
 
 

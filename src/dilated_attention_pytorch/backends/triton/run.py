@@ -21,8 +21,8 @@ def capability(x: Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(x.device) if x.device.type == "cuda" else (9, 0)
 
 
-def _configs(x: Tensor) -> TritonConfigs:
-    return configs(capability(x), x.dtype, x.shape[-1])
+def _configs(x: Tensor, options: Options) -> TritonConfigs:
+    return configs(capability(x), x.dtype, x.shape[-1], dropout=options.dropout is not None)
 
 
 def _tile_options(query: Tensor, strides: Strides, config: TritonConfig, options: Options) -> TileOptions:
@@ -40,7 +40,7 @@ def _seed_and_places(options: Options, unused: Tensor) -> tuple[Tensor, Tensor]:
 def forward(problem: Problem, inputs: Inputs, options: Options, given: Results | None = None) -> Results:
     """The attention of a dilated problem, see ``TableBackend.forward``."""
     query, key, value = inputs
-    config = _configs(query).forward
+    config = _configs(query, options).forward
     plan = find_launch_plan(problem, block=config.block_m, by_keys=False, head_dim=query.shape[-1], device=query.device)
     *partial, out, lse = portable.forward_buffers(query, plan, given)
     how = _tile_options(query, (query.stride(), key.stride(), value.stride()), config, options)
@@ -59,7 +59,7 @@ def gradients(
 ) -> Inputs:
     """The gradients of a dilated problem, see ``TableBackend.gradients``."""
     (query, key, value), (lse, delta, _) = inputs, statistics
-    chosen = _configs(query)
+    chosen = _configs(query, options)
     sizes: dict[str, Any] = {"head_dim": query.shape[-1], "device": query.device, "own_deltas": statistics.own_deltas}
     read = query, key, value, dout, lse, delta
     strides = query.stride(), key.stride(), value.stride(), dout.stride()

@@ -83,6 +83,13 @@ def leave_item(facts, slot, first, length, listed_length, sample, start, head, r
 
 
 @gluon.jit
+def _prefetch(pointers):
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def prefetch_rows(RESULT, place, rows, heads, D: gl.constexpr):
     """Bring the rows to which the warp groups will add an item into the L2 cache. Called by the producer.
 
@@ -93,10 +100,14 @@ def prefetch_rows(RESULT, place, rows, heads, D: gl.constexpr):
     numbers = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
     elements = (place + gl.minimum(numbers, rows - 1) * heads) * D
     for line in gl.static_range(LINES):
-        at = (RESULT + elements + line * 32).to(gl.int64)
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
-        )
+        _prefetch(RESULT + elements + line * 32)
+
+
+@gluon.jit
+def prefetch_numbers(NUMBERS, place, rows):
+    """``prefetch_rows`` for one float32 number of each row, which follow one another from ``place`` on."""
+    numbers = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
+    _prefetch(NUMBERS + place + gl.minimum(numbers, rows - 1))
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.block_common import (
     leave_list,
     listed_keys,
     load_listed_keys,
+    prefetch_numbers,
     prefetch_rows,
     seen_listed,
     take_item,
@@ -40,13 +41,12 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import (
     element,
     known,
     leave,
-    load_result,
     load_rows,
     product_layout,
     row_descriptor,
     store_rows,
 )
-from dilated_attention_pytorch.backends.hopper.kernels.products import wait_sums, whole_rows
+from dilated_attention_pytorch.backends.hopper.kernels.products import load_sums, wait_sums, whole_rows
 from dilated_attention_pytorch.backends.hopper.kernels.softmax import (
     again,
     allocate_flags,
@@ -75,8 +75,14 @@ def _next_item(TAKEN, last, items, AGAIN: gl.constexpr):
 
 
 @gluon.jit
-def _announce(item, told, tables, rows, group, sizes, strides, facts, bars, BLOCK_SIZE: gl.constexpr):
-    """Write the facts of an item, or that there is none, for the warp groups and for the producer itself."""
+def _announce(
+    item, told, sums, tables, rows, group, sizes, strides, facts, bars, BLOCK_SIZE: gl.constexpr, D: gl.constexpr,
+    RUNNING: gl.constexpr,
+):  # fmt: skip
+    """Write the facts of an item, or that there is none, for the warp groups and for the producer itself.
+
+    ``sums`` are OUT and LAST_LSE, of which the item reads its rows before anything else if ``RUNNING``.
+    """
     facts_full, done = bars[6], bars[7]
     if item >= 0:
         N, H = sizes
@@ -91,6 +97,9 @@ def _announce(item, told, tables, rows, group, sizes, strides, facts, bars, BLOC
         leave(facts, slot, K_AT, element(strides[1], sample, starts[1], head // group))
         leave(facts, slot, V_AT, element(strides[2], sample, starts[1], head // group))
         mbarrier.arrive(facts_full.index(slot), count=1)
+        if RUNNING:
+            prefetch_rows(sums[0], known(facts, slot, PLACE, 1), lengths[0] - first, H, D)
+            prefetch_numbers(sums[1], known(facts, slot, STATISTICS_PLACE, 1), lengths[0] - first)
     else:
         leave_end(facts, told, facts_full, done)
 
@@ -120,14 +129,14 @@ def _load_item(
     for i in gl.static_range(2):
         mbarrier.wait(q_empty.index(i), number & 1 ^ 1)
         load_rows(q_desc, first + i * 64, q_full, q_smem, i)
-    if RUNNING:
-        prefetch_rows(tensors[3], known(facts, slot, PLACE, 1), length - first, sizes[1], D)
     early = gl.maximum(blocks - AHEAD, 0)
     counter, k_row = load_listed_keys(
         k_desc, v_desc, LIST, count, k_row, 0, early, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES, BLOCK_SIZE
     )
     item = _next_item(tables[4], item, items, AGAIN)
-    _announce(item, number + 1 + AGAIN, tables, rows, group, sizes, strides, facts, bars, BLOCK_SIZE)
+    _announce(
+        item, number + 1 + AGAIN, tensors[3:], tables, rows, group, sizes, strides, facts, bars, BLOCK_SIZE, D, RUNNING
+    )  # fmt: skip
     counter, _ = load_listed_keys(
         k_desc, v_desc, LIST, count, k_row, early, blocks, counter, (k_smem, v_smem), bars[2:6], BLOCK_N, STAGES, BLOCK_SIZE
     )
@@ -144,7 +153,7 @@ def _produce_pass(
     # Not item: Triton does not carry a value through a loop if it equals another one before the loop and in its first round.
     last_item = item * 0 - 1
     # The end of the first pass was announced as well.
-    _announce(item, number + AGAIN, tables, rows, group, sizes, strides, facts, bars, BLOCK_SIZE)
+    _announce(item, number + AGAIN, tensors[3:], tables, rows, group, sizes, strides, facts, bars, BLOCK_SIZE, D, RUNNING)
     while item >= 0:
         last_item = item
         slot = number + AGAIN & 1
@@ -183,18 +192,6 @@ def _produce(
 
 
 @gluon.jit
-def _merge(out, lse2, last_out, last_lse2):
-    """Two partial results of rows as one. Either or both may be empty (-inf)."""
-    larger2 = gl.maximum(lse2, last_lse2)
-    safe2 = gl.where(larger2 == float("-inf"), 0.0, larger2)
-    weight = gl.exp2(lse2 - safe2)
-    last_weight = gl.exp2(last_lse2 - safe2)
-    both = weight + last_weight
-    share = gl.where(both > 0.0, 1.0 / both, 0.0)
-    return out * (weight * share)[:, None] + last_out * (last_weight * share)[:, None], safe2 + gl.log2(both)
-
-
-@gluon.jit
 def _compute_pass(
     number, counter, which: gl.constexpr, results, H, scale_log2, smem, facts, bars, CAUSAL: gl.constexpr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
@@ -208,8 +205,8 @@ def _compute_pass(
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
     own = which * 64 + numbers  # in an item
+    rows = gl.arange(0, 64, gl.SliceLayout(1, S))  # the same numbers, in the layout of scores
     overflow = gl.full([64], 0, gl.int32, gl.SliceLayout(1, O))
-    UNMERGED: gl.constexpr = RUNNING and not ONLINE
     more = wait_for_item(facts, number + AGAIN, facts_full)
     while more:
         slot = number + AGAIN & 1
@@ -217,35 +214,37 @@ def _compute_pass(
         k_length = known(facts, slot, LISTED_LENGTH).to(gl.int32)
         count, _, last_entry = known_list(facts, slot)
         blocks, clear_blocks = listed_keys(count, last_entry, first, k_length, CAUSAL, BLOCK_N, BLOCK_SIZE)
-        q_rows = first + which * 64 + gl.arange(0, 64, gl.SliceLayout(1, S))
-        seen = seen_listed(q_rows, count, last_entry, k_length, CAUSAL, BLOCK_SIZE)
+        seen = seen_listed(first + which * 64 + rows, count, last_entry, k_length, CAUSAL, BLOCK_SIZE)
         m2 = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, S))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
+        last_sums = ()
+        if RUNNING:
+            left = known(facts, slot, LENGTH).to(gl.int32) - first - which * 64
+            last_sums = load_sums(OUT, (known(facts, slot, PLACE) + which * 64 * H) * D, H * D, left, D, BLOCK_D)
+            last_lse = gl.load(
+                LAST_LSE + known(facts, slot, STATISTICS_PLACE) + which * 64 + rows, mask=rows < left, other=float("-inf")
+            )
+            m2 = gl.maximum(m2, last_lse * LOG2_E)
+            total += gl.where(last_lse > float("-inf"), 1.0, 0.0)
         sums, p, m2, total, divisor, stage, counter = attend_item(
-            which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
+            which, m2, total, last_sums, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
             D, BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S,
         )  # fmt: skip
         inside = (known(facts, slot, FIRST).to(gl.int32) + own) < known(facts, slot, LENGTH).to(gl.int32)
-        place = known(facts, slot, PLACE) + which * 64 * H
-        if RUNNING and BLOCK_D <= 64:  # while the last product runs; wider rows would need local memory
-            last_out = load_result(OUT, place * D, H * D, numbers, inside, D, BLOCK_D)
+        if RUNNING:  # rows that see nothing keep what they hold: weights of 0 times values that are not finite are not 0
+            inside = inside & (gl.convert_layout(seen, gl.SliceLayout(1, O)) > 0)
         acc = whole_rows(wait_sums(sums, p, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(v_empty.index(stage), count=1)
         total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
         divisor_o = gl.convert_layout(divisor, gl.SliceLayout(1, O))
         if not ONLINE:
-            own_overflow = overflows(acc, total_o)
+            own_overflow = gl.where(inside, overflows(acc, total_o), 0)
             overflow |= own_overflow
         m2_o = gl.convert_layout(m2, gl.SliceLayout(1, O))
         something = total_o > 0.0
         # An empty list is computed as one block with weights 0, whose values are not defined.
         out = gl.where(something[:, None], acc * (1.0 / divisor_o)[:, None], 0.0)
         lse2 = gl.where(something, m2_o + gl.log2(total_o), float("-inf"))
-        if RUNNING:
-            last_lse2 = gl.load(LAST_LSE + known(facts, slot, STATISTICS_PLACE) + own, mask=inside, other=0.0) * LOG2_E
-            if BLOCK_D > 64:
-                last_out = load_result(OUT, place * D, H * D, numbers, inside, D, BLOCK_D)
-            out, lse2 = _merge(out, lse2, last_out, last_lse2)
         lse = lse2 * LN_2
         lse_at = LSE + known(facts, slot, STATISTICS_PLACE) + own
         # Rows that overflow are marked, and the second pass stores only these. Which other rows it computes depends on
@@ -256,8 +255,9 @@ def _compute_pass(
         elif not ONLINE:
             lse = gl.where(own_overflow > 0, float("nan"), lse)
         gl.store(lse_at, lse, mask=inside)
-        if UNMERGED:  # the second pass merges rows that overflow into what they hold
+        if RUNNING and not ONLINE:  # the second pass starts from what rows that overflow hold
             inside = inside & (own_overflow == 0)
+        place = known(facts, slot, PLACE) + which * 64 * H
         store_rows(OUT, out, place * D, H * D, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then all facts have been loaded
         number += 1
@@ -333,5 +333,5 @@ def block_forward_kernel(
     gl.warp_specialize([
         (_compute, (gl.constexpr(0), results, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE, RUNNING)),
         (_compute, (gl.constexpr(1), results, H, scale_log2, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, HELD, BLOCK_SIZE, ONLINE, RUNNING)),
-        (_produce, ((Q, K, V, OUT), tables, rows, items, group, sizes, strides, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, ONLINE, RUNNING)),
+        (_produce, ((Q, K, V, OUT, LAST_LSE), tables, rows, items, group, sizes, strides, smem, facts, bars, flags, CAUSAL, D, BLOCK_D, BLOCK_N, STAGES, BLOCK_SIZE, ONLINE, RUNNING)),
     ], [4, 1], [232, 40])  # fmt: skip

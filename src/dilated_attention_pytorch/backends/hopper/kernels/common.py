@@ -127,9 +127,9 @@ def element(strides, sample, start, head):
 
 
 @gluon.jit
-def key_blocks(first, k_rows, causal, BLOCK_N: gl.constexpr):
+def key_blocks(first, k_rows, causal, BLOCK_N: gl.constexpr, OWN_ROWS: gl.constexpr = ITEM_ROWS):
     """How many blocks of keys the rows of an item from ``first`` on see, and how many of these need no mask."""
-    seen = gl.where(causal, gl.minimum(first + ROWS, k_rows), k_rows)
+    seen = gl.where(causal, gl.minimum(first + OWN_ROWS, k_rows), k_rows)
     clear = gl.where(causal, gl.minimum(first, k_rows), k_rows)
     return (seen + BLOCK_N - 1) // BLOCK_N, clear // BLOCK_N
 

@@ -25,6 +25,7 @@ from dilated_attention_pytorch.backends.hopper.kernels.common import (
     PLACE,
     Q_AT,
     Q_ROWS,
+    ROWS,
     STRIDE,
     V_AT,
     ZERO_KEYS,
@@ -64,7 +65,14 @@ from dilated_attention_pytorch.backends.hopper.kernels.softmax import (
     is_online,
     overflows,
     raise_flag,
+    release_blocks,
 )
+
+
+@gluon.jit
+def _own_half(which: gl.constexpr, number, BLOCK_N: gl.constexpr):
+    """Which half of an item a group computes. Where the second half of a causal item has more blocks, they take turns."""
+    return which ^ number & 1 if BLOCK_N < ROWS else which
 
 
 @gluon.jit
@@ -77,7 +85,7 @@ def _load_item(
     q_at, k_at, v_at = places
     for i in gl.static_range(GROUPS):
         mbarrier.wait(q_empty.index(i), number & 1 ^ 1)
-        load_rows(descs[0], q_at[0] + i * 64, q_full, q_smem, i, q_at[1])
+        load_rows(descs[0], q_at[0] + _own_half(i, number, BLOCK_N) * 64, q_full, q_smem, i, q_at[1])
     return load_keys(descs[1], descs[2], blocks, counter, (k_smem, v_smem), bars[2:6], k_at, v_at, BLOCK_N, STAGES)
 
 
@@ -259,7 +267,6 @@ def _compute_pass(
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, S)
     numbers = gl.arange(0, 64, gl.SliceLayout(1, O))
-    own = which * 64 + numbers  # in an item
     overflow = gl.full([64], 0, gl.int32, gl.SliceLayout(1, O))
     for _ in range(gl.program_id(0), items, gl.num_programs(0)):
         slot = number & 1
@@ -267,15 +274,17 @@ def _compute_pass(
         first = known(facts, slot, FIRST).to(gl.int32)
         k_rows = known(facts, slot, K_ROWS).to(gl.int32)
         causal = known(facts, slot, CAUSAL) != 0
-        blocks, clear_blocks = key_blocks(first, k_rows, causal, BLOCK_N)
-        begin = first + which * 64
+        half = _own_half(which, number, BLOCK_N)
+        own = half * 64 + numbers  # in an item
+        begin = first + half * 64
+        blocks, clear_blocks = key_blocks(begin, k_rows, causal, BLOCK_N, 64)
         seen = seen_keys(begin + gl.arange(0, 64, gl.SliceLayout(1, S)), k_rows, causal)
         # Zero keys have logit 0 and value 0: they only start the denominator.
         zero_keys = known(facts, slot, ZERO_KEYS).to(gl.float32)
         m2 = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + gl.where(zero_keys > 0, 0.0, float("-inf"))
         total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S)) + zero_keys
         sums, p, m2, total, divisor, stage, counter = attend_item(
-            which, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
+            which, m2, total, (), seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
             D, BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S,
         )  # fmt: skip
         # While the last product runs: the first partial result to be added.
@@ -288,6 +297,9 @@ def _compute_pass(
             part_out = load_part(PART_OUT, places, there, D, BLOCK_D)
         acc = whole_rows(wait_sums(sums, p, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(v_empty.index(stage), count=1)
+        if BLOCK_N < ROWS:  # in a causal item the first half does not see the last block
+            loaded, _ = key_blocks(first, k_rows, causal, BLOCK_N)
+            counter = release_blocks(loaded - blocks, counter, bars[2:6], STAGES)
 
         total_o = gl.convert_layout(total, gl.SliceLayout(1, O))
         if not ONLINE:
@@ -311,7 +323,7 @@ def _compute_pass(
         else:
             out = acc * factor[:, None]
         place = known(facts, slot, PLACE)
-        lse_at = (LSE if FINAL else PART_LSE2) + known(facts, slot, LSE_PLACE) + which * 64 + numbers
+        lse_at = (LSE if FINAL else PART_LSE2) + known(facts, slot, LSE_PLACE) + own
         lse = lse2 * LN_2 if FINAL else lse2
         # Rows that overflow are marked, and the second pass stores only these: the bits of a row depend on no other row.
         if AGAIN:
@@ -321,9 +333,9 @@ def _compute_pass(
             lse = gl.where(own_overflow > 0, float("nan"), lse)
         gl.store(lse_at, lse, mask=inside)
         if FINAL:
-            store_rows(OUT, out, (place + which * 64 * H) * D, H * D, numbers, inside, D, BLOCK_D)
+            store_rows(OUT, out, (place + half * 64 * H) * D, H * D, numbers, inside, D, BLOCK_D)
         else:
-            store_part(PART_OUT, out, place + which * 64, numbers, inside, D, BLOCK_D)
+            store_part(PART_OUT, out, place + half * 64, numbers, inside, D, BLOCK_D)
         mbarrier.arrive(done.index(slot), count=1)  # after the stores: only then all facts have been loaded
         number += 1
     return number, counter, overflow
@@ -347,6 +359,12 @@ def _compute(
         )  # fmt: skip
 
 
+@gluon.constexpr_function
+def _registers(PROGRAMS):
+    """Of a thread of the second group, of the producer, and of the warp that looks ahead."""
+    return [232, 40, 40] if PROGRAMS == 1 else [104, 24, 24]
+
+
 @gluon.jit(do_not_specialize=["families", "items", "ordered", "N", "H", "G", "parts"])
 def forward_kernel(
     Q, K, V,
@@ -362,6 +380,7 @@ def forward_kernel(
     HELD: gl.constexpr,  # q stays in registers
     PARTS: gl.constexpr,  # at most so many partial results are added to each result, a power of 2; or none
     WHOLE: gl.constexpr,  # tiles have consecutive rows and whole blocks only: one descriptor serves each tensor
+    PROGRAMS: gl.constexpr,  # on each multiprocessor: one or two
 ):  # fmt: skip
     """Attention of the items of a table: blocks of 128 query rows over all keys of their tiles."""
     dtype: gl.constexpr = Q.dtype.element_ty
@@ -397,4 +416,4 @@ def forward_kernel(
         (_compute, (gl.constexpr(1), results, items, H, scale_log2, smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, FINAL, HELD, PARTS, ONLINE)),
         (_produce, ((Q, K, V), items, (q_stride_n, k_stride_n, v_stride_n), smem, facts, bars, flags, D, BLOCK_D, BLOCK_N, STAGES, WHOLE, ONLINE)),
         (_look_ahead, (tables, families, items, group, sizes, strides[0], strides[1], strides[2], facts, bars, flags, FINAL, PARTS, WHOLE, ONLINE)),
-    ], [4, 1, 1], [232, 40, 40])  # fmt: skip
+    ], [4, 1, 1], _registers(PROGRAMS))  # fmt: skip

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from dilated_attention_pytorch.backends.hopper.kernels.common import product_layout
+from dilated_attention_pytorch.backends.hopper.kernels.common import load_result, product_layout
 
 
 @gluon.constexpr_function
@@ -109,6 +109,24 @@ def no_sums(D: gl.constexpr, BLOCK_D: gl.constexpr):
         return (first,)
     else:
         return first, gl.full([64, SECOND], 0.0, gl.float32, product_layout(SECOND))
+
+
+@gluon.jit
+def _load_piece(SUMS, step, rows, D: gl.constexpr, COLUMNS: gl.constexpr):
+    numbers = gl.arange(0, 64, gl.SliceLayout(1, product_layout(COLUMNS)))
+    return load_result(SUMS, 0, step, numbers, numbers < rows, D, COLUMNS)
+
+
+@gluon.jit
+def load_sums(SUMS, start, step, rows, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """``rows`` rows of sums from memory, in pieces: see ``load_result``."""
+    FIRST: gl.constexpr = first_piece(D, BLOCK_D)
+    SECOND: gl.constexpr = second_piece(D, BLOCK_D)
+    first = _load_piece(SUMS + start, step, rows, D, FIRST)
+    if SECOND == 0:
+        return (first,)
+    else:
+        return first, _load_piece(SUMS + start + FIRST, step, rows, D - FIRST, SECOND)
 
 
 @gluon.jit

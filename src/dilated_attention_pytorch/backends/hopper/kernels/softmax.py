@@ -77,21 +77,21 @@ def _divisor(total, largest, dtype: gl.constexpr):
 
 @gluon.jit
 def attend_item(
-    which: gl.constexpr, m2, total, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars,
+    which: gl.constexpr, m2, total, sums, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
     ONLINE: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """The softmax over all blocks of keys of an item, for the rows of one group, up to the start of the last products.
 
     Unless ``ONLINE``, the caller has to look for ``overflows``, and to come again with it where there are some.
-    ``total`` is what the sum of weights has beside the keys (zero keys). Returns the sums of values, the last weights as
-    rounded, maximum, sum of weights, what to divide by, the stage of the last block, and the blocks so far.
+    ``m2``, ``total`` and ``sums`` are maximum, sum of weights and sums of values of what rows see beside these keys: zero
+    keys, or earlier keys. ``sums`` is () if the latter are 0. Returns the sums of values, the last weights as rounded,
+    maximum, sum of weights, what to divide by, the stage of the last block, and the blocks so far.
     """
     q_smem, k_smem, v_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     R: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = q_smem.dtype
-    sums = no_sums(D, BLOCK_D)
     mbarrier.wait(q_full.index(which), number & 1)
     q = hold(q_smem.index(which), S, D, HELD)
 
@@ -115,6 +115,7 @@ def attend_item(
     else:
         thread_sums = _sums_of_threads(weights, BLOCK_N)
     p = as_weights(weights, dtype, D, BLOCK_D)
+    sums = no_sums(D, BLOCK_D) if len(sums) == 0 else scale_rows(sums, alpha, D, BLOCK_D)
     for block in range(1, blocks):
         counter += 1
         last, last_phase = stage, phase
@@ -151,6 +152,22 @@ def attend_item(
         total += gl.convert_layout(gl.sum(thread_sums, 1), R)
         divisor = _divisor(total, gl.convert_layout(gl.max(thread_sums, 1), R), dtype)
         return sums, p, m2, total, divisor, stage, counter
+
+
+@gluon.jit
+def release_blocks(blocks, counter, bars, STAGES: gl.constexpr):
+    """Give back so many blocks that only the other group reads. Returns the number of blocks so far."""
+    k_full, k_empty, v_full, v_empty = bars
+    for _ in range(blocks):
+        stage = counter % STAGES
+        phase = counter // STAGES & 1
+        # Not before it is loaded: until then, the other group may not have given back what the buffer held before.
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        counter += 1
+    return counter
 
 
 @gluon.jit
