@@ -112,6 +112,32 @@ def test_forwards_that_these_tiles_do_not_have(head_dim, short, is_causal, insta
     check_with_oracle(head_dim, is_causal)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_short_tiles_with_one_stage(head_dim, install, monkeypatch):
+    """A group gives back the block that only the other group reads before the next one is loaded."""
+    from dilated_attention_pytorch.backends.hopper import run
+
+    install()
+    monkeypatch.setattr(run, "stages", lambda *_: 1)
+    q, k, v, *_ = tensors(330, 330, head_dim)
+    out, lse = ours(TWO, is_causal=True)(q, k, v)
+    exact, exact_lse = oracle.attention(*(x.double() for x in (q, k, v)), TWO, is_causal=True)
+    assert torch.allclose(out.double(), exact, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", [TWO, BlockSparse.custom(torch.ones(2, 2).bool(), block_size=128)])
+def test_a_row_of_nan_stays_one(pattern, install):
+    install()
+    q, k, v, *_ = tensors(250, 250, 64)
+    q[:, 7, 1, 3] = math.nan
+    out, lse = ours(pattern)(q, k, v)
+    expected = torch.zeros(1, 250, 2).bool()
+    expected[:, 7, 1] = True
+    assert torch.equal(out.isnan().all(-1), expected)
+    assert torch.equal(lse.isnan(), expected.transpose(1, 2))
+
+
 CASES = {
     "one branch": (Dilated([200], [1]), 300, 300, {}),
     "no branch has all rows": (Dilated([128, 300], [2, 6]), 300, 300, {}),
@@ -329,6 +355,26 @@ def check_rows_without_keys(group) -> None:
     if dist.get_rank() == 0:
         assert torch.allclose(out[:, :128], expected[:, :128], rtol=1e-5, atol=1e-5)
         assert not out[:, 128:].isfinite().any()
+
+
+def check_keys_of_nan(group) -> None:
+    import gluon_on_cpu
+
+    pattern = BlockSparse.custom(torch.ones(4, 4, dtype=torch.bool), block_size=128)
+    q, k, v = torch.randn(3, 1, 512, 1, 64, generator=torch.Generator().manual_seed(0))
+    k[:, 130] = math.nan
+    own = slice(dist.get_rank() * 256, dist.get_rank() * 256 + 256)
+    with pytest.MonkeyPatch.context() as patch:
+        gluon_on_cpu.installed(patch, programs=2, element="bfloat16")
+        sharding = Sharding(group, "contiguous", transport="ring")
+        out, lse = ours(pattern, group=sharding)(*(x[:, own] for x in (q, k, v)))
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
+def test_keys_of_nan_reach_all_rows_that_see_them(on_ranks):
+    """By a message, and by what rows hold before a message comes."""
+    on_ranks(2, check_keys_of_nan)
 
 
 def test_rows_that_see_no_key_of_a_message_keep_what_they_hold(on_ranks):

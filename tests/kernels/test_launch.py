@@ -367,6 +367,18 @@ def test_forward_of_short_tiles(w, r, head_dim, is_causal, short):
         assert config is (known.short.config if short else known.forward)
 
 
+def test_forward_of_many_branches_of_short_tiles():
+    """Layout entries of partial results take the memory of stages. Many would leave none to two programs."""
+    from dilated_attention_pytorch.backends.hopper import run
+    from dilated_attention_pytorch.backends.hopper.configs import configs, forward_config
+
+    known = configs(64)
+    for branches, partials, config in ((128, 128, known.short.config), (129, 256, known.forward)):
+        problem = Problem(Dilated([128] * branches, [1] * branches), False, 1, 300, 300, 4, 4)
+        assert forward_config(problem, 64) is config
+        assert run.stages(config, 64, partials) >= 3
+
+
 def test_gradients_of_few_rows_are_not_added_up_in_turns():
     """All items of 2**16 keys would wait for one another at 300 queries; so would the 16 of a document of 2 heads."""
     from dilated_attention_pytorch.backends.hopper.configs import joint_config

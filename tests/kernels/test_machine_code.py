@@ -185,9 +185,12 @@ def test_hopper_forward_of_short_tiles():
 
 def test_hopper_forward_of_short_tiles_by_two_programs():
     """With 104 registers, the assembler waits for each product at once."""
-    cases = [64, True, 1, 0, False, False, True], [64, False, 1, 8]
-    for used in compiled([["hopper short", *case] for case in cases]):
-        assert used["registers"] == 80  # when the program starts; two programs have 1,920 of 2,048
+    cases = [64, True, 1, 0, False, False, True], [64, False, 1, 8], [64, True, 1, 64]
+    for case, used in zip(cases, compiled([["hopper short", *case] for case in cases]), strict=True):
+        assert used["registers"] == 80  # of a thread when the program starts: 24 warps share 65,536
+        assert used["shared_bytes"] <= SHARED_LIMIT // 2
+        assert used["thread_loops"] == 0
+        assert re.fullmatch(rf"({r'WL+S+' if case[3] > 0 else r'S+LLS+'}|BL+)*", used["memory_order"])
         assert used["overwritten_operands"] == []
         assert used["arrivals"][1] == []
         assert used["narrow_stores"] == 8

@@ -48,14 +48,15 @@ class JointUse:
 class ShortTiles:
     """The forward of patterns whose tiles have at most so many rows.
 
-    The groups of a program have blocks of 64 keys, and skip those that they do not see: of a causal tile of 256 rows, 10
-    instead of 16 squares of 64 by 64 pairs. An item of one or two blocks is a chain of waits (loads, products, exponentials,
+    The groups of a program have blocks of 64 keys, and skip those that they do not see: of a causal tile of 256 rows, they
+    compute 10 of the 16 squares of 64 by 64 pairs, and 12 with blocks of 128. An item of one or two blocks is a chain of waits (loads, products, exponentials,
     stores). Two programs on a multiprocessor fill the waits of each other, if registers suffice.
     """
 
     config: HopperConfig
     full: int
     causal: int
+    branches: int = 128  # at most: the layout entries of many branches take the shared memory of its stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +106,13 @@ def configs(head_dim: int) -> HopperConfigs:
 def forward_config(problem: Problem, head_dim: int) -> HopperConfig:
     """The configuration of the forward.
 
-    The pattern chooses it, not the length: so the bits of a sequence do not depend on what else the batch holds.
+    Lengths do not matter to the choice. So the bits of a sequence do not depend on what else the batch holds.
     """
     known = configs(head_dim)
-    if known.short is None or isinstance(problem, RunningProblem):
+    branches = problem.dilated.branches
+    if known.short is None or isinstance(problem, RunningProblem) or len(branches) > known.short.branches:
         return known.forward
-    longest = max(-(-w // r) for w, r in problem.dilated.branches)
+    longest = max(-(-w // r) for w, r in branches)
     most = known.short.causal if problem.is_causal else known.short.full
     return known.short.config if longest <= most else known.forward
 

@@ -224,8 +224,8 @@ def _compute_pass(
             last_lse = gl.load(
                 LAST_LSE + known(facts, slot, STATISTICS_PLACE) + which * 64 + rows, mask=rows < left, other=float("-inf")
             )
-            m2 = gl.maximum(m2, last_lse * LOG2_E)
-            total += gl.where(last_lse > float("-inf"), 1.0, 0.0)
+            m2 = gl.where(last_lse == float("-inf"), m2, last_lse * LOG2_E)
+            total = gl.where(last_lse == float("-inf"), total, 1.0)
         sums, p, m2, total, divisor, stage, counter = attend_item(
             which, m2, total, last_sums, seen, blocks, clear_blocks, number, counter, scale_log2, columns, none, smem, bars[:6],
             D, BLOCK_D, BLOCK_N, STAGES, HELD, ONLINE, S,
@@ -241,7 +241,7 @@ def _compute_pass(
             own_overflow = gl.where(inside, overflows(acc, total_o), 0)
             overflow |= own_overflow
         m2_o = gl.convert_layout(m2, gl.SliceLayout(1, O))
-        something = total_o > 0.0
+        something = total_o != 0.0  # or NaN, which stays
         # An empty list is computed as one block with weights 0, whose values are not defined.
         out = gl.where(something[:, None], acc * (1.0 / divisor_o)[:, None], 0.0)
         lse2 = gl.where(something, m2_o + gl.log2(total_o), float("-inf"))
@@ -299,7 +299,7 @@ def block_forward_kernel(
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HELD: gl.constexpr,  # q stays in registers
     BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr,
-    RUNNING: gl.constexpr,  # merge into what OUT and LSE hold
+    RUNNING: gl.constexpr,  # start from what OUT and LAST_LSE hold
 ):  # fmt: skip
     """Attention of blocks of 128 query rows over the key blocks that their lists name."""
     dtype: gl.constexpr = Q.dtype.element_ty

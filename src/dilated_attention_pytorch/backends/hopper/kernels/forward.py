@@ -71,7 +71,11 @@ from dilated_attention_pytorch.backends.hopper.kernels.softmax import (
 
 @gluon.jit
 def _own_half(which: gl.constexpr, number, BLOCK_N: gl.constexpr):
-    """Which half of an item a group computes. Where the second half of a causal item has more blocks, they take turns."""
+    """Which half of an item a group computes. Where the second half of a causal item has more blocks, they take turns.
+
+    The number of the item decides, and other sequences change it. So the bits of a row rely on both groups having the same
+    instructions for numbers.
+    """
     return which ^ number & 1 if BLOCK_N < ROWS else which
 
 
@@ -297,7 +301,7 @@ def _compute_pass(
             part_out = load_part(PART_OUT, places, there, D, BLOCK_D)
         acc = whole_rows(wait_sums(sums, p, D, BLOCK_D), D, BLOCK_D)
         mbarrier.arrive(v_empty.index(stage), count=1)
-        if BLOCK_N < ROWS:  # in a causal item the first half does not see the last block
+        if BLOCK_N < ROWS:  # in a causal item the first half may see one block less
             loaded, _ = key_blocks(first, k_rows, causal, BLOCK_N)
             counter = release_blocks(loaded - blocks, counter, bars[2:6], STAGES)
 

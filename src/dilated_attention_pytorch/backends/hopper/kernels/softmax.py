@@ -2,7 +2,7 @@
 
 With weights relative to a row's maximum so far, every block of keys waits for its own maximum, and sums are scaled again
 where that has grown. Here (bfloat16) they are relative to the maximum of a row's *first* block, also where later
-scores are larger: bfloat16 and float32 hold weights up to 2**127. If sums come near that, by scores that grow by 69 nats, or
+scores are larger, or to that of earlier keys: bfloat16 and float32 hold weights up to 2**127. If sums come near that, by scores that grow by 69 nats, or
 overflow, by values of 1e30, the program computes all of its items again with the online softmax, and stores the rows
 that did. Other rows keep their bits, whatever the batch holds beside them.
 
@@ -69,7 +69,7 @@ def _divisor(total, largest, dtype: gl.constexpr):
     """
     others = total - largest
     rounded = largest.to(dtype).to(gl.float32)
-    # Some weight is 1, the maximum of the first block, or there are zero keys; it may lie in the same thread. So below 512
+    # Some weight is 1, the maximum of the first block, or there are zero or earlier keys; it may lie in the same thread. So below 512
     # there is no such key, but for that 1, which is exact.
     alone = (largest - 2.0 * gl.maximum(others, 1.0)).to(dtype).to(gl.float32) == rounded
     return gl.where(alone, rounded + others, total)
