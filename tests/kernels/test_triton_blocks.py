@@ -185,6 +185,21 @@ def test_empty_tensors():
             assert all(not x.any() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_reaches_the_rows_that_meet_it(causal):
+    """A query its own row, a key all rows that see it: out and lse."""
+    pattern = BlockSparse.custom(torch.tensor([[1, 0], [1, 1]]).bool(), block_size=32)
+    q, k, v = (x.detach() for x in inputs(1, 60, 60, 1, 1, 16))
+    with_query, with_key = q.clone(), k.clone()
+    with_query[:, 7, :, 3] = torch.nan
+    with_key[:, 40, :, 3] = torch.nan
+    readers = range(40, 60) if causal else range(32, 60)
+    for queries, keys, rows in ((with_query, k, [7]), (q, with_key, [*readers])):
+        out, lse = attention(queries, keys, v, pattern, is_causal=causal, backend="triton", return_lse=True)
+        assert lse[0, 0].isnan().nonzero().flatten().tolist() == rows
+        assert out[0, :, 0].isnan().all(-1).nonzero().flatten().tolist() == rows
+
+
 def test_bit_for_bit():
     mask, tensors = random_mask(2, 3, 3), inputs(1, 70, 70, 2, 1, 16)
     dout, dlse = torch.randn(tensors[0].shape), torch.randn(1, 2, 70)

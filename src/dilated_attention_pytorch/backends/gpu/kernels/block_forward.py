@@ -183,7 +183,7 @@ def block_forward_kernel(
         D, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, DROPOUT, False, PRECISION,
     )  # fmt: skip
     # A row without keys: 0, and -inf as m2 is.
-    total = tl.where(total > 0, total, 1.0)
+    total = tl.where(total == 0, 1.0, total)
     acc = acc / total[:, None]
     if DROPOUT:
         acc *= keep_scale
