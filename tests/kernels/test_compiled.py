@@ -15,7 +15,14 @@ import sass
 from compiler import OTHER_SHARED_LIMIT, SHARED_LIMIT, compiled
 from dilated_attention_pytorch.backends.gpu.portable import SUM
 from dilated_attention_pytorch.backends.hopper.configs import TABLE
-from dilated_attention_pytorch.backends.triton.configs import _HOPPER, _HOPPER_BLOCKS, _OTHER, block_configs, configs
+from dilated_attention_pytorch.backends.triton.configs import (
+    _HOPPER,
+    _HOPPER_BLOCKS,
+    _HOPPER_DROPOUT,
+    _OTHER,
+    block_configs,
+    configs,
+)
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton has no build for this machine")
 KERNELS = ("forward", "dq", "dkv")
@@ -125,6 +132,8 @@ def test_the_rule_by_which_a_gpu_gets_its_table(capability):
         assert configs(capability, DTYPES[size], head_dim) == _OTHER[size, head_dim]
         assert block_configs(capability, DTYPES[size], head_dim, 128) == _OTHER[size, head_dim]
         assert configs((9, 0), DTYPES[size], head_dim) == _HOPPER[size, head_dim]
+        assert configs(capability, DTYPES[size], head_dim, dropout=True) == _OTHER[size, head_dim]
+        assert configs((9, 0), DTYPES[size], head_dim, dropout=True) == _HOPPER_DROPOUT[size, head_dim]
 
 
 # Head size, writes the result or partial results, query heads per key head, partial results to be added.

@@ -15,7 +15,7 @@ import pytest
 
 import compiler
 from compiler import OTHER_SHARED_LIMIT, SHARED_LIMIT
-from dilated_attention_pytorch.backends.triton.configs import _HOPPER, _OTHER
+from dilated_attention_pytorch.backends.triton.configs import _HOPPER, _HOPPER_DROPOUT, _OTHER
 
 pytestmark = [
     pytest.mark.machine_code,
@@ -88,7 +88,7 @@ def test_tables_of_other_gpus(kernel):
 # Instructions per pair by which dropout lengthens the loop over whole blocks. A second hash per pair would double them.
 @pytest.mark.parametrize(("kernel", "most"), [("forward", 12), ("dq", 11), ("dkv", 18)])
 def test_instructions_of_dropout(kernel, most):
-    config = getattr(_HOPPER[2, 64], kernel)
+    config = getattr(_HOPPER_DROPOUT[2, 64], kernel)
     sizes = config.block_m, config.block_n, config.warps, config.stages
     loops = [used["loops"] for used in compiled([[kernel, 2, 64, *sizes], [f"dropout {kernel}", 2, 64, *sizes]])]
     without, dropping = (min(loop["instructions"] for loop in own) for own in loops)
@@ -99,7 +99,7 @@ def test_instructions_of_dropout(kernel, most):
 # The words of dropout take registers: 20 of about 2,500 instructions in each loop of the forward move spilled ones.
 @pytest.mark.parametrize(("kernel", "spills"), [("forward", 144), ("dq", 32), ("dkv", 32)])
 def test_kernels_of_dropout_under_an_order(kernel, spills):
-    config = getattr(_HOPPER[2, 64], kernel)
+    config = getattr(_HOPPER_DROPOUT[2, 64], kernel)
     (used,) = compiled([[kernel, 2, 64, config.block_m, config.block_n, config.warps, config.stages, True, True]])
     assert used["tensor_cores"]
     assert used["wide_copies"]

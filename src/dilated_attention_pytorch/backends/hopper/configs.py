@@ -48,9 +48,10 @@ class JointUse:
 class ShortTiles:
     """The forward of patterns whose tiles have at most so many rows.
 
-    The groups of a program have blocks of 64 keys, and skip those that they do not see: of a causal tile of 256 rows, they
-    compute 10 of the 16 squares of 64 by 64 pairs, and 12 with blocks of 128. An item of one or two blocks is a chain of waits (loads, products, exponentials,
-    stores). Two programs on a multiprocessor fill the waits of each other, if registers suffice.
+    The groups of a program have blocks of 64 keys, and skip those that they do not see. Of a causal tile of 256 rows, they
+    compute 10 of the 16 squares of 64 by 64 pairs; with blocks of 128 keys they would compute 12. In an item of one or two
+    blocks, a group mostly waits: for products, exponentials and stores. A second program on the multiprocessor runs
+    meanwhile, if there are registers for it.
     """
 
     config: HopperConfig

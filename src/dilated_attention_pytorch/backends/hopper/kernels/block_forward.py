@@ -81,7 +81,7 @@ def _announce(
 ):  # fmt: skip
     """Write the facts of an item, or that there is none, for the warp groups and for the producer itself.
 
-    ``sums`` are OUT and LAST_LSE, of which the item reads its rows before anything else if ``RUNNING``.
+    ``sums`` are OUT and LAST_LSE. If ``RUNNING``, an item first reads its rows of these, so they are prefetched.
     """
     facts_full, done = bars[6], bars[7]
     if item >= 0:

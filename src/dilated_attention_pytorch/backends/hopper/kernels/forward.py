@@ -73,8 +73,8 @@ from dilated_attention_pytorch.backends.hopper.kernels.softmax import (
 def _own_half(which: gl.constexpr, number, BLOCK_N: gl.constexpr):
     """Which half of an item a group computes. Where the second half of a causal item has more blocks, they take turns.
 
-    The number of the item decides, and other sequences change it. So the bits of a row rely on both groups having the same
-    instructions for numbers.
+    The number of the item decides, and it depends on the other sequences of the batch. So the bits of a row are independent
+    of these only because both groups execute the same floating-point operations.
     """
     return which ^ number & 1 if BLOCK_N < ROWS else which
 
@@ -365,7 +365,7 @@ def _compute(
 
 @gluon.constexpr_function
 def _registers(PROGRAMS):
-    """Of a thread of the second group, of the producer, and of the warp that looks ahead."""
+    """Registers of a thread of the second group, of the producer, and of the look-ahead warp."""
     return [232, 40, 40] if PROGRAMS == 1 else [104, 24, 24]
 
 

@@ -1,10 +1,11 @@
 """The softmax of the Hopper forward kernels: all keys of an item for the rows of one warp group, and overflows.
 
 With weights relative to a row's maximum so far, every block of keys waits for its own maximum, and sums are scaled again
-where that has grown. Here (bfloat16) they are relative to the maximum of a row's *first* block, also where later
-scores are larger, or to that of earlier keys: bfloat16 and float32 hold weights up to 2**127. If sums come near that, by scores that grow by 69 nats, or
-overflow, by values of 1e30, the program computes all of its items again with the online softmax, and stores the rows
-that did. Other rows keep their bits, whatever the batch holds beside them.
+where that has grown. Here (bfloat16) they are relative to the maximum of a row's *first* block, also where later scores are
+larger. Where a row has running sums of earlier keys, the maximum of these counts as well. bfloat16 and float32 hold weights
+up to 2**127. If sums come near that, by scores that grow by 69 nats, or overflow, by values of 1e30, the program computes
+all of its items again with the online softmax, and stores the rows that did. Other rows keep their bits, whatever the batch
+holds beside them.
 
 The largest weight of a row is then not 1 but any number, and rounded. Of many keys the roundings even out; a row that is
 all one key would be that key's value times the rounding of its weight, see ``_divisor``.
@@ -69,8 +70,8 @@ def _divisor(total, largest, dtype: gl.constexpr):
     """
     others = total - largest
     rounded = largest.to(dtype).to(gl.float32)
-    # Some weight is 1, the maximum of the first block, or there are zero or earlier keys; it may lie in the same thread. So below 512
-    # there is no such key, but for that 1, which is exact.
+    # Some weight is 1: that of the maximum of the first block, of zero keys, or of earlier keys. It may lie in the same
+    # thread. So below 512 there is no such key, but for that 1, which is exact.
     alone = (largest - 2.0 * gl.maximum(others, 1.0)).to(dtype).to(gl.float32) == rounded
     return gl.where(alone, rounded + others, total)
 
@@ -84,8 +85,8 @@ def attend_item(
     """The softmax over all blocks of keys of an item, for the rows of one group, up to the start of the last products.
 
     Unless ``ONLINE``, the caller has to look for ``overflows``, and to come again with it where there are some.
-    ``m2``, ``total`` and ``sums`` are maximum, sum of weights and sums of values of what rows see beside these keys: zero
-    keys, or earlier keys. ``sums`` is () if the latter are 0. Returns the sums of values, the last weights as rounded,
+    ``m2``, ``total`` and ``sums`` are the maximum, the sum of weights and the sums of values of what rows see besides these
+    keys: zero keys, or earlier keys. ``sums`` is () if all sums of values are 0. Returns the sums of values, the last weights as rounded,
     maximum, sum of weights, what to divide by, the stage of the last block, and the blocks so far.
     """
     q_smem, k_smem, v_smem = smem
@@ -156,12 +157,12 @@ def attend_item(
 
 @gluon.jit
 def release_blocks(blocks, counter, bars, STAGES: gl.constexpr):
-    """Give back so many blocks that only the other group reads. Returns the number of blocks so far."""
+    """Release the buffers of the next blocks, which only the other group reads. Returns the number of blocks so far."""
     k_full, k_empty, v_full, v_empty = bars
     for _ in range(blocks):
         stage = counter % STAGES
         phase = counter // STAGES & 1
-        # Not before it is loaded: until then, the other group may not have given back what the buffer held before.
+        # The wait for the load is needed: until then, the other group may not have released the buffer's last block.
         mbarrier.wait(k_full.index(stage), phase)
         mbarrier.arrive(k_empty.index(stage), count=1)
         mbarrier.wait(v_full.index(stage), phase)
